@@ -7,9 +7,9 @@ from . import transformers_probe as transformers_probe
 from . import verification as verification
 from . import writer as writer
 from .command import exported as exported
-from .command import finished as finished
 from .command import run as run
 from .contents import Planner as Planner
 from .flags import ExportCommand as ExportCommand
+from .outcome import finished as finished
 from .transformers_probe import Description as Description
 from .verification import ExportReport as ExportReport

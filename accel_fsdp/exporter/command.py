@@ -25,6 +25,7 @@ from accel_fsdp.exporter import (
     companion_files,
     hub,
     merge_lora,
+    outcome,
     refusals,
     transformers_probe,
     verification,
@@ -41,21 +42,6 @@ from accel_fsdp.units import counted, gb_or_mb
 
 SIZE = re.compile(r"\d+(\.\d+)?\s*[KMGT]B", re.IGNORECASE)
 """The sizes of huggingface_hub, without the negative ones that it accepts."""
-
-
-_before: tuple[Path, int] | None = None
-"""OUT of the export that runs, and the number of the folder that was there before; 0 for none."""
-
-
-def finished() -> str:
-    """A sentence that OUT has been replaced, for a command that is ended afterwards; empty before."""
-    if _before is None or _inode(_before[0]) in (0, _before[1]):
-        return ""
-    return f"after the export had finished: {_before[0]} is new and complete"
-
-
-def _inode(out: Path) -> int:
-    return out.stat().st_ino if out.exists() else 0
 
 
 def run(options: ExportCommand) -> int:
@@ -114,9 +100,8 @@ def _required_out(options: ExportCommand) -> Path:
 
 def exported(options: ExportCommand) -> ExportReport:
     """Writes OUT, complete and verified, or not at all."""
-    global _before
     out = _required_out(options).resolve()
-    _before = out, _inode(out)
+    outcome.begin(out)
     try:
         with store.fetched(options.src, out, _is_read) as src:
             return _find_and_export(replace(options, src=src), out)

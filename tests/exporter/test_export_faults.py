@@ -540,7 +540,7 @@ def test_local_state_dicts_are_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells a process's peak memory there")
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """A model of four times the size takes as much more memory as its largest tensor is larger."""
+    """Memory holds the largest tensor, and a gigabyte at most of libraries and what is read ahead."""
     peaks = []
     for vocabulary in (32_000, 128_000):
         folder = tmp_path / str(vocabulary)
@@ -561,7 +561,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
         assert finished.returncode == 0, finished.stderr
         peaks.append(int(finished.stdout))
         shutil.rmtree(folder)
-    assert peaks[1] - peaks[0] < 2 * (128_000 - 32_000) * 252 * 4 / 1024
+    assert max(peaks) < (128_000 * 252 * 4 + GIB) / 1024
 
 
 class Hub(BaseHTTPRequestHandler):

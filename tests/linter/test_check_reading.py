@@ -145,6 +145,15 @@ def test_an_export_beside_an_optimizer_is_no_half_written_checkpoint(name: str, 
     assert discover.listed(folder)[0].missing == ()
 
 
+def test_a_checkpoint_of_deepspeed_is_to_be_converted(tmp_path: Path, fsdp2: Path) -> None:
+    folder = tmp_path / "checkpoint-4"
+    (folder / "global_step4").mkdir(parents=True)
+    (folder / "latest").write_text("global_step4")
+    (folder / "trainer_state.json").write_text('{"global_step": 4}')
+    finished = run([sys.executable, "-m", "accel_fsdp", "check", fsdp2, "--checkpoint", folder])
+    assert f"accel-fsdp convert {folder} NEW_RUN/checkpoint-4 --to fsdp2" in finished.output.replace("\n", "")
+
+
 def test_what_accelerator_saves_is_no_half_written_checkpoint(tmp_path: Path, fsdp2: Path) -> None:
     """`Accelerator.save_state` writes no trainer_state.json; an FSDP1 file of weights is no export."""
     state = sharded_checkpoint(tmp_path / "state")
