@@ -39,7 +39,7 @@ def _keys(content: Any, keys: Keys) -> list[Keys]:
     if isinstance(content, torch.Tensor):
         return [keys]
     inner = content.items() if isinstance(content, dict) else ()
-    return [found for key, value in inner if isinstance(key, str) for found in _keys(value, (*keys, key))]
+    return [path for key, value in inner if isinstance(key, str) for path in _keys(value, (*keys, key))]
 
 
 def _tensor(keys: Keys, ranks: list[SavedFile], shapes: Shapes | None) -> Stored:

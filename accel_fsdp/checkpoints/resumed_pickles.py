@@ -40,10 +40,11 @@ def check_saved(path: Path) -> None:
     """Refuses a file of torch.save that is damaged, or whose pickle names more than states need."""
     try:
         with untrusted_files.opened(path) as file, zipfile.ZipFile(file) as archive:
-            names = [name for name in archive.namelist() if name.lower().endswith("/data.pkl")]
-            if len(names) != 1:  # torch ignores the case of records' names
+            pickles = [record for record in archive.infolist() if record.filename.lower().endswith("/data.pkl")]
+            if len(pickles) != 1:  # torch ignores the case of records' names
                 raise damaged(path, "is damaged: it holds no pickle, or two")
-            content = archive.read(names[0])
+            pickles[0].CRC = None  # type: ignore[assignment]  # torch may leave it out, and doesn't compare it
+            content = archive.read(pickles[0])
     except (zipfile.BadZipFile, NotImplementedError, *ERRORS) as error:
         raise damaged(path, "is not a file of torch.save's zip format (torch 1.6 or newer), or is damaged") from error
     unpickle(content, STATES, path)

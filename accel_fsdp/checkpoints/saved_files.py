@@ -22,7 +22,8 @@ INERT: list[Any] = [
 """Names besides those of tensors that files may contain, with what torch takes for each."""
 UNSAFE = re.compile(r"GLOBAL (\S+)")
 """torch's message for a name that is refused."""
-Path_ = tuple[Any, ...]
+Keys = tuple[Any, ...]
+"""The keys and numbers that lead to a tensor of a file's content."""
 
 
 def load(path: Path) -> Any:
@@ -71,24 +72,24 @@ class SavedFile:
     def content(self) -> Any:
         return self._mapped.get()
 
-    def tensor(self, keys: Path_) -> torch.Tensor:
+    def tensor(self, keys: Keys) -> torch.Tensor:
         """The tensor under these keys of the content."""
         value = self._at(keys)
         return self._at(keys, value.nbytes) if isinstance(value, torch.Tensor) else value  # type: ignore[no-any-return]
 
-    def part(self, keys: Path_, start: int, stop: int) -> torch.Tensor:
+    def part(self, keys: Keys, start: int, stop: int) -> torch.Tensor:
         """Elements `start` to `stop` of a vector."""
         item = self._at(keys).element_size()
         vector: torch.Tensor = self._at(keys, (stop - start) * item)
         return vector[start:stop]
 
-    def _at(self, keys: Path_, size_bytes: int = 0) -> Any:
+    def _at(self, keys: Keys, size_bytes: int = 0) -> Any:
         value = self._mapped.get(size_bytes)
         for key in keys:
             value = value[key]
         return value
 
-    def stored(self, keys: Path_) -> Stored:
+    def stored(self, keys: Keys) -> Stored:
         tensor = self._at(keys)
         short_name(tensor.dtype, self.path)
         return Stored(tuple(tensor.shape), tensor.dtype, lambda: self.tensor(keys))
@@ -100,7 +101,7 @@ def tensors(path: Path) -> dict[tuple[str, ...], Stored]:
     return {tuple(map(str, keys)): file.stored(keys) for keys in _keys_of_tensors(file.content, ())}
 
 
-def _keys_of_tensors(content: Any, keys: Path_) -> Iterator[Path_]:
+def _keys_of_tensors(content: Any, keys: Keys) -> Iterator[Keys]:
     if isinstance(content, torch.Tensor):
         yield keys
     elif isinstance(content, dict):
