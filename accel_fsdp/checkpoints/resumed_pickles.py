@@ -31,6 +31,7 @@ STATES: Mapping[str, Any] = {
     "builtins.set": set,
 }
 """The names that a schedule, random states and DeepSpeed's files may contain."""
+ZIP = b"PK\x03\x04"
 SAVED = (file_names.SCHEDULER, f"{file_names.RNG_STATE}*.pth", f"{file_names.SCALER}*.pt")
 ZERO = "*_states.pt"
 """DeepSpeed: all files of its ranks, also those of experts and of the stages of a pipeline."""
@@ -39,14 +40,17 @@ ZERO = "*_states.pt"
 def check_saved(path: Path) -> None:
     """Refuses a file of torch.save that is damaged, or whose pickle names more than states need."""
     try:
-        with untrusted_files.opened(path) as file, zipfile.ZipFile(file) as archive:
+        with untrusted_files.opened(path) as file:
+            if file.read(len(ZIP)) != ZIP:
+                raise damaged(path, "is not a file of torch.save's zip format (torch 1.6 or newer)")
+            archive = zipfile.ZipFile(file)
             pickles = [record for record in archive.infolist() if record.filename.lower().endswith("/data.pkl")]
             if len(pickles) != 1:  # torch ignores the case of records' names
                 raise damaged(path, "is damaged: it holds no pickle, or two")
             pickles[0].CRC = None  # type: ignore[assignment]  # torch may leave it out, and doesn't compare it
             content = archive.read(pickles[0])
     except (zipfile.BadZipFile, NotImplementedError, *ERRORS) as error:
-        raise damaged(path, "is not a file of torch.save's zip format (torch 1.6 or newer), or is damaged") from error
+        raise damaged(path, f"is damaged: {type(error).__name__} in its archive") from error
     unpickle(content, STATES, path)
 
 
