@@ -174,7 +174,7 @@ class _Conversion:
     def ranks(self) -> int:
         """The ranks of DeepSpeed that will resume OUT."""
         ranks = self.command.ranks or len(self._files_of_ranks) or self.origin.ranks
-        return ranks or self._untold("ranks", "N", "has a file for each rank")
+        return ranks or self._not_given("ranks", "N", "has a file for each rank")
 
     @cached_property
     def is_bf16(self) -> bool:
@@ -184,9 +184,9 @@ class _Conversion:
             precision = "bf16" if files[0].name.startswith(file_names.BF16) else "no"
         if precision == "src":
             precision = self.origin.settings.get("precision", {}).get("mixed_precision")
-        return (precision or self._untold("mixed-precision", "bf16, or no", "names its files by it")) == "bf16"
+        return (precision or self._not_given("mixed-precision", "bf16, or no", "names its files by it")) == "bf16"
 
-    def _untold(self, flag: str, values: str, why: str) -> NoReturn:
+    def _not_given(self, flag: str, values: str, why: str) -> NoReturn:
         raise UsageError(
             f"--to {self.command.to} without --{flag}",
             why=f"DeepSpeed {why}, and {self.checkpoint.folder} doesn't say it",

@@ -113,15 +113,15 @@ class ZeroLayout:
             sizes = [max(0, min(share, total - rank * share)) for rank in range(self.ranks)]
         vectors = [_mapped(scratch, size) for size in sizes]
         start = base = 0
-        for tensor, count, own in zip(tensors, counts, shares, strict=True):
-            flat, width = tensor.load().reshape(-1), own if self.stage == 3 else share
+        for tensor, count, rank_share in zip(tensors, counts, shares, strict=True):
+            flat, width = tensor.load().reshape(-1), rank_share if self.stage == 3 else share
             for rank in range(self.ranks):
                 low, high = max(start, rank * width), min(start + count, (rank + 1) * width)
                 if low < high:
                     at = base + low - rank * width
                     vectors[rank][at : at + high - low] = flat[low - start : high - start]
             progress(tensor.size_bytes)
-            start, base = (0, base + own) if self.stage == 3 else (start + count, 0)
+            start, base = (0, base + rank_share) if self.stage == 3 else (start + count, 0)
         return vectors
 
     def _check(self) -> None:
