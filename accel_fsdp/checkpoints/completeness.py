@@ -18,11 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp import atomic_files, untrusted_files
-from accel_fsdp.checkpoints import deepspeed, file_names, marker
+from accel_fsdp.checkpoints import deepspeed_files, file_names, marker
 from accel_fsdp.errors import UserError
-
-MOST_LOGGED = 20_000_000
-"""The most numbers in `trainer_state.json`, which logs all steps."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +184,7 @@ def _is_of_trainer(folder: Path) -> bool:
 def lacking_to_resume(checkpoint: Path, parts: Parts) -> list[str]:
     """The names of the missing parts that Trainer would reset; DeepSpeed keeps all of them in a separate folder."""
     if by_deepspeed(checkpoint):
-        folder = checkpoint / (deepspeed.latest(checkpoint) or "")
+        folder = checkpoint / (deepspeed_files.latest(checkpoint) or "")
         return [] if any(folder.glob(file_names.ZERO_MODELS)) else ["model weights"]
     words = {file_names.OPTIMIZER: "optimizer state", file_names.SCHEDULER: f"schedule ({file_names.SCHEDULER})"}
     has_weights = parts.hub or by_fsdp(checkpoint, parts)
@@ -233,7 +230,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def _trainer_state(checkpoint: Path) -> dict[str, Any] | None:
-    return untrusted_files.read_json(checkpoint / file_names.TRAINER_STATE, most_values=MOST_LOGGED)
+    return untrusted_files.read_json(checkpoint / file_names.TRAINER_STATE)
 
 
 def _flaw(checkpoint: Path) -> str:

@@ -24,7 +24,7 @@ from transformers import set_seed
 from transformers.trainer_pt_utils import safe_globals
 
 from accel_fsdp import console, models
-from accel_fsdp.checkpoints import ERRORS, FileReader, clean_name, dcp, file_names, summary, torch_zip
+from accel_fsdp.checkpoints import ERRORS, clean_name, dcp, file_names, saved_files, summary
 from accel_fsdp.errors import UserError
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.training import mesh_checkpoints, patches
@@ -240,16 +240,15 @@ def _names_in(checkpoint: Path) -> tuple[frozenset[str], frozenset[str]] | None:
     """
     sharded = checkpoint / file_names.SHARDED_OPTIMIZER
     try:
-        with contextlib.closing(FileReader()) as reader:
-            if sharded.is_dir():  # paths begin with Accelerate's name for an optimizer
-                listed = dcp.listed(sharded, reader, lambda path: path[1:2] == (GROUPS,) and path[-1] == MEMBERS)
-                trained = [name for members in listed.values() for name in members or ()]
-                with_state = [path[2] for path in listed if path[1:2] == (STATES,)]
-            else:
-                content = torch_zip.load(reader, checkpoint / file_names.FULL_OPTIMIZER)
-                trained = [name for group in content[GROUPS] for name in group[MEMBERS]]
-                with_state = list(content[STATES])
-            return frozenset(map(clean_name, trained)), frozenset(map(clean_name, with_state))
+        if sharded.is_dir():  # paths begin with Accelerate's name for an optimizer
+            listed = dcp.listed(sharded, lambda path: path[1:2] == (GROUPS,) and path[-1] == MEMBERS)
+            trained = [name for members in listed.values() for name in members or ()]
+            with_state = [path[2] for path in listed if path[1:2] == (STATES,)]
+        else:
+            content = saved_files.load(checkpoint / file_names.FULL_OPTIMIZER)
+            trained = [name for group in content[GROUPS] for name in group[MEMBERS]]
+            with_state = list(content[STATES])
+        return frozenset(map(clean_name, trained)), frozenset(map(clean_name, with_state))
     except (*ERRORS, UserError):
         return None
 

@@ -78,7 +78,7 @@ class _Unpickler(pickle.Unpickler):
     """Finds DCP's own types alone, for a `.metadata` file that was read as inert values before."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in dcp.ADMITTED:
+        if f"{module}.{name}" not in dcp.ADMITTED:
             raise pickle.UnpicklingError(f"{module}.{name} is not a type of DCP's metadata")
         return _format if name == "getattr" else super().find_class(module, name)
 
@@ -91,7 +91,7 @@ def _format(formats: Any, name: str) -> Any:
 
 
 def _load(file: IO[bytes]) -> Any:
-    content = file.read(dcp.LARGEST_METADATA + 1)
+    content = file.read()
     dcp.unpickled(content, Path(file.name))
     return _Unpickler(io.BytesIO(content)).load()
 

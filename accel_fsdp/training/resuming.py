@@ -1,7 +1,6 @@
 """Chooses the checkpoint that a run resumes, and checks before loading that its settings fit."""
 
 from collections.abc import Iterable
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,16 +8,15 @@ from accel_fsdp import console
 from accel_fsdp.checkpoints import (
     LORA,
     CheckpointFacts,
-    FileReader,
     Origin,
     completeness,
     file_names,
     marker,
     resumed_pickles,
     safetensors_header,
+    saved_files,
     summary,
     tensor_names,
-    torch_zip,
 )
 from accel_fsdp.config import ANY_FSDP, ANY_ZERO, Engine
 from accel_fsdp.errors import UserError
@@ -216,8 +214,7 @@ def check_adapter(checkpoint: Path, names: Iterable[str]) -> None:
     full, adapter_only = checkpoint / file_names.FULL_MODEL, checkpoint / file_names.ADAPTER
     if full.is_file():
         path = full
-        with closing(FileReader()) as reader:
-            stored = set(map(tensor_names.filed, torch_zip.load(reader, path)))
+        stored = set(map(tensor_names.filed, saved_files.load(path)))
     elif adapter_only.is_file():
         path, stored = adapter_only, set(safetensors_header.read(adapter_only))
     else:
