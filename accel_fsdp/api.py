@@ -142,7 +142,7 @@ def export(
     model: str | None = None,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     merge_adapter: bool = False,
-    verify: Literal["bytes", "load", "logits"] = "load",
+    verify: Literal["bytes", "load"] = "load",
     force: bool = False,
 ) -> ExportReport:
     """Writes a Hugging Face folder from a checkpoint, complete and verified or not at all, as `accel-fsdp export`.

@@ -24,8 +24,6 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 """Constants of Linux's headers fcntl.h and fs.h."""
 ENOUGH_FOR_LINE_ENDS = 1 << 16
 """Bytes read from the start of a file to detect its line endings."""
-LONGEST_PREFIX = 32
-"""Characters of a file's name that the name of its unfinished version keeps, to stay within the system's limit."""
 
 
 def write_text(path: Path, text: str) -> None:
@@ -34,41 +32,34 @@ def write_text(path: Path, text: str) -> None:
     Devices and pipes are written to, not replaced; other things that aren't files are refused.
 
     Raises:
-        UserError: the folder is missing, not writable, or the disk is full. `path` is then as it was before.
+        UserError: the folder is not writable, or the disk is full. `path` is then as it was before.
     """
-    temporary: str | None = None
     try:
         if _is_stream(path):
             _send(path, text)
             return
         path = path.resolve()
         mode, newline = _mode_and_newline(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name[:LONGEST_PREFIX]}.", dir=path.parent)
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline=newline) as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, mode)
-        os.replace(temporary, path)
-        sync_names(path.parent)
+        with new_file(path) as temporary:
+            with temporary.open("w", encoding="utf-8", newline=newline) as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.chmod(mode)
     except (OSError, RuntimeError) as error:  # a link to itself raises RuntimeError
         raise _cannot_write(path, error) from error
-    finally:
-        if temporary is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
 
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Yields a path for a library to write to, with the name of `path`; at the end of the block it replaces `path`."""
+    """Yields a path to write to, with the name of `path`, for the end of the block, when it replaces `path`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".", dir=path.parent) as folder:
-            yield Path(folder) / path.name
-            (Path(folder) / path.name).chmod(file_mode())
-            os.replace(Path(folder) / path.name, path)
+            temporary = Path(folder) / path.name
+            temporary.touch(file_mode())
+            yield temporary
+            os.replace(temporary, path)
         sync_names(path.parent)
     except OSError as error:
         raise _cannot_write(path, error) from error
@@ -191,7 +182,7 @@ def replaced_folder(target: Path, sync: bool = True) -> Iterator[Path]:
 def _remove(folder: Path) -> None:
     try:
         shutil.rmtree(folder, ignore_errors=True)
-    except BaseException:
+    except BaseException:  # an interrupt
         shutil.rmtree(folder, ignore_errors=True)
         raise
 
@@ -211,7 +202,7 @@ def _create_folder(path: Path) -> Iterator[None]:
 
 
 def _lock(path: Path, busy: str, why: str, fix: str) -> "FileLock":
-    """Locks a file for this process; the system drops the lock when the process ends, however it ends."""
+    """Locks a file for this process; the system drops the lock when the process ends."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(path)
@@ -225,12 +216,8 @@ def _lock(path: Path, busy: str, why: str, fix: str) -> "FileLock":
 
 @contextlib.contextmanager
 def _only_writer(target: Path) -> Iterator[None]:
-    lock = _lock(
-        target.with_name(f".{target.name}.lock"),
-        f"another process is writing {target}",
-        why="both would write the same folder",
-        fix="wait until it has ended",
-    )
+    busy = f"another process is writing {target}"
+    lock = _lock(target.with_name(f".{target.name}.lock"), busy, "both would write the same folder", "wait for its end")
     try:
         yield
     finally:

@@ -34,10 +34,9 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     words = sys.argv[1:]
     launches, code = words[:1] == ["launch"], 0
-    if not launches and words[:1] != ["export"] and hasattr(signal, "SIGPIPE"):  # export has pipes and sockets itself
+    if not launches and words[:1] != ["export"] and hasattr(signal, "SIGPIPE"):  # export uploads through sockets
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `accel-fsdp check --list-rules | head` ends quietly
-    if words[:1] != ["export"]:  # export's memory is bounded
-        gc.set_threshold(*RARE_COLLECTIONS)
+    gc.set_threshold(*RARE_COLLECTIONS)
 
     def run() -> None:
         nonlocal code
@@ -332,7 +331,7 @@ COMMANDS = {
         has_script=True,
     ),
     "export": Command(
-        "Write a checkpoint as a verified Hugging Face folder, in bounded memory: accel-fsdp export SRC OUT.",
+        "Write a checkpoint as a verified Hugging Face folder, tensor by tensor: accel-fsdp export SRC OUT.",
         "accel_fsdp.exporter:ExportCommand",
         "accel_fsdp.exporter:run",
         cleaned="OUT is as it was",

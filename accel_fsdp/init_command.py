@@ -107,5 +107,5 @@ accelerate launch --config_file fsdp.yaml {SCRIPT} \\
     {needed}--model_name_or_path MODEL --dataset_name DATA --output_dir runs/first
 ```
 
-`runs/first/final` then holds the model, verified; `runs/first/run.json` and `loss.svg` say how the run went.
+`runs/first/final` then holds the model, verified; `runs/first/run.json` says how the run went.
 {note}"""

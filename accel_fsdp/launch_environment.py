@@ -11,8 +11,6 @@ EXPORTED = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "ACCEL_FSDP_MESH")
 FAILURE_FILE = "ACCEL_FSDP_FAILURE_FILE"
 MACHINE_RANK = "ACCEL_FSDP_MACHINE_RANK"
 """The variable in which `accel-fsdp launch` passes the machine's number, from the user or the engine, to its ranks."""
-LAUNCHERS_ADDRESS = "ACCEL_FSDP_MEETING"
-"""The variable in which it passes the port and address that the launchers of all machines share."""
 USE_CPU = "ACCELERATE_USE_CPU"
 """The variable in which Accelerate passes `use_cpu` to the ranks."""
 MESH = "ACCEL_FSDP_MESH"
@@ -101,12 +99,6 @@ class LaunchEnvironment:
     def machine_rank(self) -> int:
         """The number of this machine, from 0; torchrun's own number under other launchers."""
         return int(self.variables.get(MACHINE_RANK, self.variables.get("GROUP_RANK", "0")))
-
-    @property
-    def launchers_address(self) -> tuple[str, int]:
-        """The rendezvous address and port of all launchers; the address is empty if no variable gives it."""
-        port, _, address = self.variables.get(LAUNCHERS_ADDRESS, "0").partition(" ")
-        return address, int(port)
 
     @property
     def restarts_meet_in_one_store(self) -> bool:

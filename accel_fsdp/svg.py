@@ -1,7 +1,7 @@
-"""Figures as SVG text: bars of a table, stacked areas, curves. Independent of plans. Pure.
+"""Figures as SVG text: bars of a table, stacked areas. Independent of plans. Pure.
 
 Sizes are GiB. `STYLE` goes into the page's style sheet; a part's letter is the class that gives its colour (Okabe and
-Ito's, which colour-blind people tell apart). The page gives --ink, --back, --rule, --dim, --limit, --c1, --c2.
+Ito's, which colour-blind people tell apart). The page gives --ink, --back, --rule, --dim and --limit.
 """
 
 import math
@@ -28,19 +28,10 @@ rect{stroke:var(--back);stroke-width:.75}
 .W{fill:#999}[class^=on-]{fill:#000}.on-P{fill:#fff}
 .capacity{stroke:var(--limit);stroke-width:2;stroke-dasharray:6 4}.cut{fill:var(--limit);stroke:var(--back)}
 .rung{stroke:var(--rule)}
-.curve{fill:none;stroke-width:2.5}.curve.c1{stroke:var(--c1)}.curve.c2{stroke:var(--c2)}
-.dot{fill:var(--ink)}.dot.c1,.end.c1{fill:var(--c1)}.dot.c2,.end.c2{fill:var(--c2)}
+.dot{fill:var(--ink)}
 """
-COLOURS = "svg{--ink:#1c1c1c;--back:#fff;--rule:#ddd;--limit:#a40e26;--c1:#0072b2;--c2:#d55e00;background:#fff}"
+COLOURS = "svg{--ink:#1c1c1c;--back:#fff;--rule:#ddd;--limit:#a40e26;background:#fff}"
 """The colours of a figure outside of a page."""
-
-
-class Curve(NamedTuple):
-    """A line through points; `style` is its class."""
-
-    name: str
-    style: str
-    points: Sequence[tuple[int, float]]
 
 
 class Words(NamedTuple):
@@ -115,40 +106,6 @@ def areas(words: Words, samples: Sequence[tuple[str, Mapping[str, float]]], capa
     x, y = max(zip(places, map(at, totals), strict=True), key=lambda place: -place[1])
     shapes.append(f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="4"/>')
     shapes.append(_text(x - 8, y + 4, gib_in_figure(max(totals)), "end", "halo"))
-    return _figure(words, width, height, shapes)
-
-
-def losses(words: Words, curves: Sequence[Curve], width: int, axes: tuple[str, str] = ("step", "loss")) -> str:
-    """Losses over steps, or the quantities in `axes`, on two linear scales; each curve is named at its end."""
-    height, right, top = 320, width - 88, 24
-    floor = height - BOTTOM
-    finite = [[point for point in curve.points if math.isfinite(point[1])] for curve in curves]
-    last = max(1, *(x for curve in curves for x, _ in curve.points))
-    values = [y for points in finite for _, y in points] or [0.0, 1.0]
-    low, high = min(values), max(values)
-    unit = _round_steps(max(high - low, high / 20, 1e-6))[1]
-    bottom = math.floor(low / unit) * unit
-    rungs = [bottom + unit * number for number in range(max(math.ceil((high - bottom) / unit), 1) + 1)]
-
-    def at(x: float, y: float) -> tuple[float, float]:
-        up = (y - bottom) / (rungs[-1] - bottom)
-        return LEFT + x / last * (right - LEFT), floor - up * (floor - top)
-
-    shapes = [_grid(at(0, y)[1], right, f"{y:.6g}") for y in rungs]
-    ticks = [x for x in _round_steps(last) if x == int(x)]
-    shapes += [_text(at(x, bottom)[0], floor + LINE, f"{x:,.0f}", "middle") for x in ticks]
-    ends = []
-    for curve, points in zip(curves, finite, strict=True):
-        places = [at(*point) for point in points]
-        shapes.append(f'<polyline class="curve {curve.style}" points="{_points(places)}"/>')
-        for x, y in places[-1:]:
-            shapes.append(f'<circle class="dot {curve.style}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>')
-            ends.append((y, curve))
-    last_y = -math.inf
-    for y, curve in sorted(ends):  # no label covers another
-        last_y = max(y, last_y + LINE)
-        shapes.append(_text(right + 8, last_y + 4, curve.name, style=f"end {curve.style}"))
-    shapes += [_text(0, 12, axes[1]), _text((LEFT + right) / 2, height - 4, axes[0], "middle")]
     return _figure(words, width, height, shapes)
 
 

@@ -1,37 +1,24 @@
 """Opens files in folders from untrusted sources: checkpoints, models, exports. The package uses no other way.
 
-    config = untrusted_files.read_json(folder / "config.json")  # None where there is no such file
-    text = untrusted_files.read_text(folder / "templates" / "tool.jinja", within=folder)
-    with untrusted_files.opened(path) as file: ...
-    untrusted_files.copy(folder / "README.md", out / "README.md")
-
 A file may be a link to another place of its folder, but not out of it: an untrusted folder must not point to the user's
 other files. The only exception is the layout of huggingface_hub's cache. The folder itself may be a link, because the
-user named it. Only plain files are opened (pipes and devices may have no end), and only up to the largest plausible
-size for their kind. Each function ends in one of three ways: the content, None (or FileNotFoundError) where there is no
-such file, and a `UserError` that says whether the file can't be read or is damaged.
+user named it. Only plain files are opened: pipes and devices may have no end. Each function ends in one of three ways:
+the content, None (or FileNotFoundError) where there is no such file, and a `UserError` that says whether the file can't
+be read or is damaged.
 """
 
 import json
 import os
+import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
 from accel_fsdp.errors import UserError
 from accel_fsdp.units import GIB
 
-LARGEST_JSON = 1 << 27
-LARGEST_COPY = GIB
-"""The largest size of a model's file besides its weights; the largest tokenizers have 50 MB."""
-COPIED_AT_ONCE = 1 << 22
-MOST_VALUES = 3_000_000
-"""The most values in one JSON file: each may take 200 bytes of memory, many times its size on disk."""
-DEEPEST = 100
-MOST_DIGITS = 40
-"""The most digits of a whole number: `model_max_length` is often 1e30."""
 WITHOUT_WAITING = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 """The flags by which a pipe without another end doesn't block; 0 on Windows, which has neither."""
 PLAIN = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
@@ -48,7 +35,7 @@ def open_file(path: Path, within: Path | None = None) -> int:
     """
     try:
         place = _place(path, within or path.parent)
-        _check_plain(path, os.stat(place).st_mode)
+        _check_plain(path, os.stat(place).st_mode)  # opening a device may act on it
         descriptor = os.open(place, os.O_RDONLY | PLAIN | WITHOUT_WAITING)
     except (FileNotFoundError, NotADirectoryError) as error:
         if path.is_symlink():
@@ -99,10 +86,8 @@ def _in_hub_cache(place: Path, root: Path) -> bool:
 
 def check_folder(folder: Path, within: Path) -> None:
     """Refuses a folder that is, or is behind, a link out of the folder that the user named."""
-    try:
+    with suppress(OSError, RuntimeError, ValueError):  # reported when it is read
         _place(folder, within)
-    except (OSError, RuntimeError, ValueError):  # reported when it is read
-        return
 
 
 def inside(folder: Path, name: str, index: str) -> Path:
@@ -118,10 +103,7 @@ def inside(folder: Path, name: str, index: str) -> Path:
             why="a checkpoint doesn't belong there; nothing was read",
             fix="don't trust this checkpoint; get it again from where it was written",
         )
-    try:
-        _place(path, folder)
-    except (OSError, RuntimeError, ValueError):  # reported when it is opened
-        return path
+    check_folder(path, folder)
     return path
 
 
@@ -158,106 +140,52 @@ def opened(path: Path, within: Path | None = None) -> Iterator[BinaryIO]:
         yield file
 
 
-def read_bytes(path: Path, largest: int, within: Path | None = None) -> bytes | None:
+def read_bytes(path: Path, largest: int = GIB, within: Path | None = None) -> bytes | None:
     """The content of a file of at most `largest` bytes; None if the file doesn't exist."""
     try:
         with opened(path, within) as file:
             size = os.fstat(file.fileno()).st_size
             if size > largest:
                 raise broken(path, f"is too large: {size:,} bytes, such files have {largest:,} at most")
-            return file.read(size + 1)[:largest]
+            return file.read()
     except FileNotFoundError:
         return None
     except OSError as error:
         raise unreadable(path, error.strerror or str(error)) from error
 
 
-def read_text(path: Path, largest: int = LARGEST_JSON, within: Path | None = None) -> str | None:
+def read_text(path: Path, within: Path | None = None) -> str | None:
     """The content of a UTF-8 text file; None if it doesn't exist."""
-    content = read_bytes(path, largest, within)
+    content = read_bytes(path, within=within)
     try:
         return None if content is None else content.decode()
     except UnicodeDecodeError as error:
         raise broken(path, "is damaged: not UTF-8 text") from error
 
 
-def read_json(
-    path: Path, within: Path | None = None, largest: int = LARGEST_JSON, most_values: int = MOST_VALUES
-) -> dict[str, Any] | None:
+def read_json(path: Path, within: Path | None = None, largest: int = GIB) -> dict[str, Any] | None:
     """The mapping in a JSON file; None if the file doesn't exist."""
     content = read_bytes(path, largest, within)
-    return None if content is None else mapping(content, path, most_values)
+    return None if content is None else mapping(content, path)
 
 
-def mapping(content: bytes, path: Path, most_values: int = MOST_VALUES, strict: bool = False) -> dict[str, Any]:
-    """Parses a JSON mapping in bounded memory. Whole numbers are of reasonable length.
-
-    NaN is a number, and the last of two equal keys counts, unless it is `strict`.
-    """
-    if sum(map(content.count, b",:[{")) > most_values:
-        raise broken(path, f"is damaged: JSON of more than {most_values:,} values")
+def mapping(content: bytes, path: Path) -> dict[str, Any]:
+    """Parses a JSON mapping. NaN is a number, and the last of two equal keys counts."""
     try:
-        hooks: dict[str, Any] = {"object_pairs_hook": _unique, "parse_constant": _no_number} if strict else {}
-        content_read = json.loads(content.decode(), parse_int=_whole_number, **hooks)
-        if b"\\ud" in content.lower():
-            json.dumps(content_read, ensure_ascii=False).encode()  # fails on half of a character
-    except RecursionError as error:
-        raise broken(path, f"is damaged: JSON nested more than {DEEPEST} deep") from error
-    except ValueError as error:
+        parsed = json.loads(content.decode())
+    except (ValueError, RecursionError) as error:
         raise broken(path, f"is damaged or cut short: no JSON ({str(error)[:100]})") from error
-    if not isinstance(content_read, dict):
-        raise broken(path, f"is damaged: a mapping is expected, not {type(content_read).__name__}")
-    _check_depth(content_read, content, path)
-    return content_read
+    if not isinstance(parsed, dict):
+        raise broken(path, f"is damaged: a mapping is expected, not {type(parsed).__name__}")
+    return parsed
 
 
-def _whole_number(digits: str) -> int | float:
-    if len(digits) > MOST_DIGITS:
-        raise ValueError(f"a number of {len(digits)} digits")
-    return -0.0 if digits == "-0" else int(digits)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    mapped = dict(pairs)
-    if len(mapped) < len(pairs):
-        raise ValueError("a key is there twice")
-    return mapped
-
-
-def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is not a number")
-
-
-def _check_depth(content_read: dict[str, Any], content: bytes, path: Path) -> None:
-    if content.count(b"[") + content.count(b"{") <= DEEPEST:
-        return
-    inner: list[Any] = [content_read]
-    for _ in range(DEEPEST):
-        values = (holder.values() if isinstance(holder, dict) else holder for holder in inner)
-        inner = [value for members in values for value in members if isinstance(value, (dict, list))]
-        if not inner:
-            return
-    raise broken(path, f"is damaged: JSON nested more than {DEEPEST} deep")
-
-
-def copy(path: Path, target: Path, within: Path | None = None, largest: int = LARGEST_COPY) -> None:
+def copy(path: Path, target: Path, within: Path | None = None) -> None:
     """Copies a file's bytes, never a link.
 
     Raises:
-        FileNotFoundError, UserError: as `open_file`; or it is larger than `largest` bytes.
-        OSError: `target` can't be written.
+        FileNotFoundError, UserError: as `open_file`.
+        OSError: one of the two can't be read or written.
     """
-    with opened(path, within) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > largest:
-            raise broken(path, f"is too large to be copied: {size:,} bytes, {largest:,} at most")
-        with target.open("wb") as copied:
-            while content := _next_part(file, path):
-                copied.write(content)
-
-
-def _next_part(file: BinaryIO, path: Path) -> bytes:
-    try:
-        return file.read(COPIED_AT_ONCE)
-    except OSError as error:  # an error of the source, not of the target
-        raise unreadable(path, error.strerror or str(error)) from error
+    with opened(path, within) as file, target.open("wb") as copied:
+        shutil.copyfileobj(file, copied)

@@ -63,7 +63,6 @@ MODEL = (
 RUN = (
     "export {} {out} --verify bytes",
     "export {}/checkpoint-2 {out}",
-    "export {} {out} --verify logits",
     "export --list {}",
     "check good.yaml --checkpoint {}",
     "check good.yaml --checkpoint {}/checkpoint-2",

@@ -5,7 +5,7 @@ It holds the Free On-line Dictionary of Computing (http://www.foldoc.org/, Edito
 first paragraph becomes an answer; SmolLM2-135M-Instruct is trained on them for 200 steps by two ranks, and base and
 exported model then define ten terms that were held out, with all their other names.
 
-With --write, `docs/real_run.md` and its picture are made again.
+With --write, `docs/real_run.md` is made again.
 """
 
 import argparse
@@ -23,14 +23,13 @@ from statistics import mean
 from typing import Any
 
 from accel_fsdp import atomic_files
-from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import UserError, guard
 from accel_fsdp.training.reporting import run_record
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "train"))
 
-PAGE, PICTURE = ROOT / "docs" / "real_run.md", ROOT / "docs" / "real_run.svg"
+PAGE = ROOT / "docs" / "real_run.md"
 ASKED = (
     *("compiler", "deadlock", "encryption", "linked list", "modem"),
     *("operating system", "password", "recursion", "search engine", "spreadsheet"),
@@ -221,7 +220,6 @@ def page(run: Path, scored: list[Answer]) -> str:
             "Computing](http://www.foldoc.org/) (Editor Denis Howe) as chats, the loss on the answers alone.\n",
             f"{flags}\n",
             f"{device}: {results['training_seconds']:,.0f} s of training, {results['tokens']:,} tokens.\n",
-            "![Loss over steps](real_run.svg)\n",
             *("| loss | first | best | last |", "|---|---|---|---|", *rows, ""),
             "## Ten terms that were held out\n",
             f"In brackets: {verdict(scored)}.",
@@ -251,7 +249,6 @@ def main() -> None:
     results = compared(options.model, run / "final", offline, wanted)
     if options.write:
         atomic_files.write_text(PAGE, page(run, results))
-        shutil.copyfile(run / file_names.CURVE, PICTURE)
 
 
 if __name__ == "__main__":

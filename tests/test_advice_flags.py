@@ -43,7 +43,8 @@ PRINTED_BY = {
     "doctor": "launch/doctor/",
     "launch": "launch/",
     "rehearse": "rehearsal/ models/shrink/",
-    "export": "exporter/ checkpoints/discover checkpoints/open_checkpoint cli",
+    "export": "exporter/ checkpoints/discover checkpoints/open_checkpoint "
+    "checkpoints/safetensors_files checkpoints/rank_files cli",
     "train/sft.py": "training/ models/causal atomic_files",
     "": "config/ wizard/ models/",
 }

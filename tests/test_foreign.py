@@ -1,9 +1,7 @@
-"""Files of folders that somebody else made: what is opened, what is refused, and how much memory it may take."""
+"""Files of folders that somebody else made: what is opened, and what is refused."""
 
-import json
 import os
 import socket
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -83,22 +81,16 @@ def _socket(path: Path) -> None:
         (lambda path: path.write_text("[1]"), "is damaged: a mapping is expected"),
         (lambda path: path.write_text('{"a": '), "is damaged or cut short: no JSON"),
         (lambda path: path.write_bytes(b'{"a": "\xff"}'), "is damaged: no text|is damaged or cut short: no JSON"),
-        (lambda path: path.write_text('{"a": "\\ud800"}'), "is damaged or cut short: no JSON"),
-        (
-            lambda path: path.write_text('{"a": ' + "1" * 50 + "}"),
-            "is damaged or cut short: no JSON .a number of 50 digits",
-        ),
-        (lambda path: path.write_text('{"a": ' + "[" * 200 + "]" * 200 + "}"), "nested more than 100 deep"),
-        (lambda path: path.write_text('{"a": ' + "[" * 200_000), "nested more than 100 deep"),
+        (lambda path: path.write_text('{"a": ' + "[" * 200_000), "is damaged or cut short: no JSON"),
     ],
-    ids=range(16),
+    ids=range(13),
 )
 def test_other_files_are_refused(make: Callable[[Path], None], message: str, folder: Path, tmp_path: Path) -> None:
     make(folder / "a.json")
     with pytest.raises(UserError, match=message):
         untrusted_files.read_json(folder / "a.json")
-    if "damaged" not in message and "nested" not in message:
-        with pytest.raises(UserError, match=message.replace("too large", "too large to be copied")):
+    if "damaged" not in message and "large" not in message:
+        with pytest.raises(UserError, match=message):
             untrusted_files.copy(folder / "a.json", tmp_path / "copy")
         assert not (tmp_path / "copy").exists()
 
@@ -108,24 +100,4 @@ def test_files_of_others(folder: Path) -> None:
     (folder / "a.json").write_text("{}")
     (folder / "a.json").chmod(0)
     with pytest.raises(UserError, match="can't be read: Permission denied"):
-        untrusted_files.read_json(folder / "a.json")
-
-
-@pytest.mark.slow(but=2)
-@pytest.mark.parametrize("part", ["{},", "[],", '{"":{}},', "1,", '"ab",'])
-def test_memory_is_bounded(part: str, folder: Path) -> None:
-    """1 MB each, which takes a hundred in Python."""
-    count = (1 << 20) // len(part)
-    counted = count * sum(map(part.count, ",:[{"))
-    (folder / "a.json").write_text('{"a": [' + part * count + "0]}")
-    tracemalloc.start()
-    try:
-        assert counted < untrusted_files.MOST_VALUES
-        assert (untrusted_files.read_json(folder / "a.json") or {})["a"][-1] == 0
-        each = tracemalloc.get_traced_memory()[1] / counted
-    finally:
-        tracemalloc.stop()
-    assert each * untrusted_files.MOST_VALUES < 700_000_000
-    (folder / "a.json").write_text(json.dumps({"a": [0] * untrusted_files.MOST_VALUES}))
-    with pytest.raises(UserError, match="is damaged: JSON of more than"):
         untrusted_files.read_json(folder / "a.json")

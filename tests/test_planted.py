@@ -42,7 +42,7 @@ COMMANDS = {
     "launch": "launch --cpu {yaml} {script} {model}",
     "launch --dry-run": "launch --cpu --dry-run {yaml} {script} {model}",
     "script": "script slurm {yaml} {script} {model} -o {out}/job.sbatch",
-    "export": "export {model} {out}/exported --verify logits",
+    "export": "export {model} {out}/exported",
     "init": "init {out}/project",
     "doctor": "doctor --num-processes 2 --folder {out}",
 }

@@ -290,8 +290,8 @@ def main() -> None:
     scheduler = LambdaLR(optimizer, lambda step: 1 - step / steps if job.lr_scheduler_type == "linear" else 1.0)
     state = State(model, optimizer, scheduler, {"step": 0, "epoch": 0, "row": 0})
     if checkpoint:
-        patches.read_checkpoints_as_data()  # torch unpickles parts of it, which would run code of whoever wrote it
-        dcp.load({"job": state}, checkpoint_id=checkpoint)
+        with patches.reading_as_data():  # torch unpickles parts of it, which would run code of whoever wrote it
+            dcp.load({"job": state}, checkpoint_id=checkpoint)
     losses, groups = [], global_batches(loader, job, state.place)
     model.train()
     for step in range(state.place["step"] + 1, steps + 1):

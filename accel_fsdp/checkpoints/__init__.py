@@ -1,4 +1,4 @@
-"""Checkpoints and exports on disk: found, judged and opened without torch, and without running code from them."""
+"""Checkpoints and exports on disk: found, judged and opened, without running code from them."""
 
 import lazy_loader
 

@@ -18,11 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp import atomic_files, untrusted_files
-from accel_fsdp.checkpoints import deepspeed, file_names, marker
+from accel_fsdp.checkpoints import deepspeed_files, file_names, marker
 from accel_fsdp.errors import UserError
-
-MOST_LOGGED = 20_000_000
-"""The most numbers in `trainer_state.json`, which logs all steps."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +74,8 @@ def begin(checkpoint: Path) -> None:
     Raises:
         UserError: the folder can't be written; `abandon` it.
     """
-    exists = checkpoint.exists()
-    was_complete = exists and not flaw(checkpoint)
-    if was_complete or not exists:
-        _remove(_aside(checkpoint))  # left by a run that was killed during a deletion
-    if was_complete:
+    _put_back(checkpoint)
+    if not flaw(checkpoint):
         os.replace(checkpoint, _aside(checkpoint))
     _remove(checkpoint)
     atomic_files.write_text(checkpoint / file_names.MARKER, marker.UNFINISHED)
@@ -105,9 +99,24 @@ def abandon(checkpoint: Path) -> None:
     """Removes a half-written checkpoint, and restores the complete one of the same step that `begin` moved."""
     if flaw(checkpoint):
         _remove(checkpoint)
+    _put_back(checkpoint)
+
+
+def put_back(run: Path) -> None:
+    """Restores each complete checkpoint that a killed run left aside; call before one is chosen, while none is saved.
+
+    Such a run was writing the same step again, or had just begun to delete it.
+    """
+    for aside in run.glob(f".{file_names.CHECKPOINT}*.old"):
+        _put_back(run / aside.stem[1:])
+
+
+def _put_back(checkpoint: Path) -> None:
     aside = _aside(checkpoint)
-    if not checkpoint.exists() and not flaw(aside):
+    if flaw(checkpoint) and not flaw(aside):
+        _remove(checkpoint)
         os.replace(aside, checkpoint)
+    _remove(aside)
 
 
 ITS_END = "its end"
@@ -175,7 +184,7 @@ def _is_of_trainer(folder: Path) -> bool:
 def lacking_to_resume(checkpoint: Path, parts: Parts) -> list[str]:
     """The names of the missing parts that Trainer would reset; DeepSpeed keeps all of them in a separate folder."""
     if by_deepspeed(checkpoint):
-        folder = checkpoint / (deepspeed.latest(checkpoint) or "")
+        folder = checkpoint / (deepspeed_files.latest(checkpoint) or "")
         return [] if any(folder.glob(file_names.ZERO_MODELS)) else ["model weights"]
     words = {file_names.OPTIMIZER: "optimizer state", file_names.SCHEDULER: f"schedule ({file_names.SCHEDULER})"}
     has_weights = parts.hub or by_fsdp(checkpoint, parts)
@@ -221,7 +230,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def _trainer_state(checkpoint: Path) -> dict[str, Any] | None:
-    return untrusted_files.read_json(checkpoint / file_names.TRAINER_STATE, most_values=MOST_LOGGED)
+    return untrusted_files.read_json(checkpoint / file_names.TRAINER_STATE)
 
 
 def _flaw(checkpoint: Path) -> str:
@@ -269,7 +278,7 @@ def retire(run: Path, keep: int | None, best: str | None, spared: str = "") -> N
     complete.
     """
     for old in run.glob(f".{file_names.CHECKPOINT}*.old"):
-        if not (run / old.stem[1:]).exists():  # left by a run that was killed during a deletion
+        if not (run / old.stem[1:]).exists() and flaw(old):  # left by a run that was killed during a deletion
             _remove(old)
     names = [path.name for path in file_names.checkpoints(run)]
     for name in outdated(names, [name for name in names if not flaw(run / name)], keep, best):
@@ -289,8 +298,11 @@ def outdated(names: Sequence[str], complete: Sequence[str], keep: int | None, be
 
 
 def delete(checkpoint: Path) -> None:
-    os.replace(checkpoint, _aside(checkpoint))  # a folder that is partly deleted must not look like a checkpoint
-    _remove(_aside(checkpoint))
+    aside = _aside(checkpoint)
+    _remove(aside)
+    os.replace(checkpoint, aside)
+    atomic_files.write_text(aside / file_names.MARKER, marker.UNFINISHED)  # what is partly deleted isn't put back
+    _remove(aside)
 
 
 def _aside(checkpoint: Path) -> Path:

@@ -1,116 +1,129 @@
-"""Distributed checkpoints of torch (DCP): `.metadata` and `.distcp` files, read without torch.
+"""Distributed checkpoints of torch (DCP): `.metadata`, read as inert values, and tensors in `.distcp` files.
 
-`.metadata` is a pickle, and loading it the usual way runs the code that it names. The unpickler here admits only the
-types of DCP's metadata, and turns them into inert values.
+`.metadata` is a pickle, and loading it the usual way runs the code that it names (`safe_pickles`). It needs no torch.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
-from itertools import pairwise
+import io
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from accel_fsdp import untrusted_files
-from accel_fsdp.checkpoints import file_names, torch_zip
-from accel_fsdp.checkpoints.safe_unpickle import ERRORS, SPARE_FOR_ONE_TENSOR, Inert, unpickle
-from accel_fsdp.checkpoints.tensor_storage import FileReader, FileRecord, Stored, damaged, tensor
-from accel_fsdp.checkpoints.torch_zip import DTYPES, TENSORS, Archive, Storage, View
+from accel_fsdp.checkpoints import file_names
+from accel_fsdp.checkpoints.safe_pickles import ERRORS, Inert, damaged, unpickle
+from accel_fsdp.checkpoints.safetensors_header import DTYPES
 from accel_fsdp.errors import UserError
 
-DATA = "data/0"
-"""The record of an archive's first tensor."""
-CRC_BYTES = 4
-LARGEST_METADATA = 1 << 28
+if TYPE_CHECKING:
+    from accel_fsdp.checkpoints.stored import Stored
+
+Keys = tuple[str, ...]
 
 
 class _Bytes(Inert):
     pass
 
 
-class _Format(Inert):
+class _Path(Inert):
     pass
 
 
-def _member(kind: Any, name: Any) -> str:
-    if kind is not _Format:
-        raise ValueError("getattr of something else")
-    return str(name)
-
-
-PATHS = ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 DCP, FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
-ADMITTED: dict[tuple[str, str], Any] = {
-    (DCP, "Metadata"): Inert,
-    (DCP, "TensorStorageMetadata"): Inert,
-    (DCP, "BytesStorageMetadata"): _Bytes,
-    (DCP, "TensorProperties"): Inert,
-    (DCP, "ChunkStorageMetadata"): Inert,
-    (DCP, "MetadataIndex"): Inert,
-    (DCP, "StorageMeta"): Inert,
-    (DCP, "_MEM_FORMAT_ENCODING"): _Format,
-    (FILES, "_StorageInfo"): Inert,
-    ("builtins", "getattr"): _member,
-    ("torch", "Size"): torch_zip.size,
-    ("torch.serialization", "_get_layout"): Inert,
-    **{(module, name): Inert for module in ("pathlib", "pathlib._local") for name in PATHS},
-    **{("torch", name): short for name, short in DTYPES.items()},
+PATHS = ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+_KINDS = ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex")
+ADMITTED: Mapping[str, Any] = {
+    **{f"{DCP}.{name}": Inert for name in (*_KINDS, "StorageMeta", "_MEM_FORMAT_ENCODING")},
+    f"{DCP}.BytesStorageMetadata": _Bytes,
+    f"{FILES}._StorageInfo": Inert,
+    **dict.fromkeys(("builtins.getattr", "torch.Size", "torch.serialization._get_layout"), Inert),
+    **{f"{module}.{name}": _Path for module in ("pathlib", "pathlib._local") for name in PATHS},
+    **{f"torch.{name}": name for name in DTYPES},
+    "collections.OrderedDict": OrderedDict,
+    "builtins.set": set,
 }
 """The names that a `.metadata` file may contain, each with the inert value that replaces it."""
 
 
-@dataclass(frozen=True)
-class _Item:
+class _Item(NamedTuple):
+    """The place of a chunk: an archive of one tensor, or of a value."""
+
     path: Path
     start: int
     length: int
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A tensor as `.metadata` lists it: its key in the nested state dict, and its chunks with their offsets."""
+class _Part(io.RawIOBase):
+    """A part of an open file, as a file."""
 
-    path: tuple[str, ...]
-    dtype: str
-    shape: tuple[int, ...]
-    chunks: tuple[tuple[tuple[int, ...], View], ...]
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
 
-    def stored(self, name: str) -> Stored:
-        return tensor(name, self.dtype, self.shape, [view.piece(offsets) for offsets, view in self.chunks])
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")[: max(self._length - self._at, 0)]
+        self._file.seek(self._start + self._at)
+        count: int = self._file.readinto(view)  # type: ignore[attr-defined]
+        self._at += count
+        return count
 
 
-def read(folder: Path, reader: FileReader) -> dict[tuple[str, ...], Stored]:
-    """Finds all tensors of a folder by path, the keys of the nested state dict, without reading any."""
-    return {entry.path: entry.stored(name) for name, entry in entries(folder, reader).items()}
+def _load(item: _Item) -> Any:
+    from accel_fsdp.checkpoints import saved_files
+
+    with untrusted_files.opened(item.path) as file, ThreadPoolExecutor(1) as pool:
+        # in this thread a signal would end the call that torch's own code makes, and be lost
+        return pool.submit(saved_files.restricted, _Part(file, item.start, item.length), item.path).result()
 
 
-def entries(folder: Path, reader: FileReader) -> dict[str, Entry]:
-    """The tensors that a folder lists, by their flat names, each with its chunks, without reading any.
+def read(folder: Path) -> "dict[Keys, Stored]":
+    """All tensors of a folder by the keys of the nested state dict. Pickled values, such as rates, are skipped."""
+    from accel_fsdp.checkpoints.stored import Box, assembled, torch_dtype
 
-    Pickled values, such as learning rates, are skipped.
-    """
-    with _listing(folder) as metadata:
-        chunks, items = _Chunks(reader), _items(folder, reader, metadata["storage_data"])
+    tensors: dict[Keys, Stored] = {}
+    with _listing(folder) as (metadata, items):
         paths = metadata.get("planner_data") or {}
+        for name, entry in metadata["state_dict_metadata"].items():
+            if isinstance(entry, _Bytes):
+                continue
+            boxes = []
+            for chunk in entry.state["chunks"]:
+                offsets, sizes = _size(chunk.state["offsets"]), _size(chunk.state["sizes"])
+                if (item := items.get((name, offsets))) is None:
+                    raise ValueError("a chunk without a place")
+                boxes.append(Box(item.path, offsets, sizes, lambda item=item: _load(item)))  # type: ignore[misc]
+            dtype = torch_dtype(DTYPES[entry.state["properties"].state[0]])
+            tensors[_path(paths.get(name) or (name,))] = assembled(name, _size(entry.state["size"]), dtype, boxes)
+    return tensors
+
+
+def listed(folder: Path, needed: Callable[[Keys], bool]) -> dict[Keys, Any]:
+    """The keys of each entry of a folder, with its value if it is pickled and `needed` accepts the keys, else None."""
+    with _listing(folder) as (metadata, items):
+        nested = metadata.get("planner_data") or {}
+        paths = {name: _path(nested.get(name) or (name,)) for name in metadata["state_dict_metadata"]}
         return {
-            _text(name): _entry(name, _path(paths.get(name) or (name,)), entry.state, items, chunks)
-            for name, entry in metadata["state_dict_metadata"].items()
-            if not isinstance(entry, _Bytes)
+            path: _load(items[name, None]) if needed(path) and (name, None) in items else None
+            for name, path in paths.items()
         }
 
 
-def listed(folder: Path, reader: FileReader, needed: Callable[[tuple[str, ...]], bool]) -> dict[tuple[str, ...], Any]:
-    """The path of each entry of a folder, with its value if it is pickled and `needed` accepts the path, else None."""
-    with _listing(folder) as metadata:
-        items, nested = _items(folder, reader, metadata["storage_data"]), metadata.get("planner_data") or {}
-        paths = {_text(name): _path(nested.get(name) or (name,)) for name in metadata["state_dict_metadata"]}
-        places = {path: items[name, None] for name, path in paths.items() if needed(path) and (name, None) in items}
-        values = {path: Archive(reader, at.path, at.start, at.length).load(TENSORS) for path, at in places.items()}
-        return {path: values.get(path) for path in paths.values()}
-
-
 def read_bytes(path: Path) -> bytes:
-    content = untrusted_files.read_bytes(path, LARGEST_METADATA)
+    content = untrusted_files.read_bytes(path)
     if content is None:
         raise damaged(path, "is missing")
     return content
@@ -125,106 +138,51 @@ def unpickled(content: bytes, path: Path) -> Any:
 
 
 @contextlib.contextmanager
-def _listing(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yields the content of `.metadata`; an error inside the block is raised as damage."""
+def _listing(folder: Path) -> Iterator[tuple[dict[str, Any], dict[tuple[str, Any], _Item]]]:
+    """Yields the content of `.metadata`, and the places of all chunks; an error inside is raised as damage."""
     path = folder / file_names.DCP_METADATA
     metadata = unpickled(read_bytes(path), path)
     try:
-        yield metadata.state
+        yield metadata.state, _items(folder, metadata.state["storage_data"])
     except ERRORS as error:
         raise damaged(path, f"is damaged: {type(error).__name__} in its list of tensors") from error
 
 
-class _Chunks:
-    """Describes the content of chunks, each of which is an archive of one tensor.
-
-    Most of the thousands of chunks have the same length and the same bytes, except for their numbers. Of each kind the
-    first chunk is parsed; the others differ from it only in the checksum.
-    """
-
-    def __init__(self, reader: FileReader) -> None:
-        self.reader = reader
-        self._kinds: dict[tuple[int, tuple[int, ...]], tuple[bytes, int, View]] = {}
-
-    def view(self, item: _Item, sizes: tuple[int, ...]) -> Any:
-        """The tensor at the item's place, which must have these sizes."""
-        if kind := self._kinds.get((item.length, sizes)):
-            head, entry, first = kind
-            crc = self.reader.bytes_of(item.path, item.start + entry + torch_zip.CRC_AT, CRC_BYTES)
-            if crc != bytes(CRC_BYTES) and self.reader.bytes_of(item.path, item.start, len(head)) == head:
-                length = first.storage.record.length
-                record = FileRecord(item.path, item.start + len(head), length, int.from_bytes(crc, "little"))
-                return View(Storage(first.dtype, record), first.dtype, first.offset, first.shape, first.strides)
-        return self._parsed(item, sizes)
-
-    def _parsed(self, item: _Item, sizes: tuple[int, ...]) -> Any:
-        opened = Archive(self.reader, item.path, item.start, item.length)
-        view = opened.load(TENSORS, SPARE_FOR_ONE_TENSOR)
-        if isinstance(view, View) and view.storage.dtype == view.dtype and DATA in opened.slots:
-            record = opened.record(DATA)
-            head = opened.head[: record.start - item.start]
-            if view.storage.record == record and record.crc and item.start + len(head) == record.start:
-                self._kinds[item.length, sizes] = head, opened.slots[DATA].entry, view
-        return view
-
-
-def _text(name: Any) -> str:
-    if not isinstance(name, str):
-        raise TypeError(f"a name of type {type(name).__name__}")
-    return name
-
-
-def _path(keys: Any) -> tuple[str, ...]:
-    if not isinstance(keys, (tuple, list)) or not all(isinstance(key, (str, int)) for key in keys):
-        raise TypeError("a path with a part that is not a key")
-    return tuple(map(str, keys))
-
-
-def _items(folder: Path, reader: FileReader, listed: dict[Inert, Inert]) -> dict[tuple[str, Any], _Item]:
-    """The location of each chunk by name and offset; all files must be plain files of the folder."""
+def _items(folder: Path, listed: Mapping[Inert, Inert]) -> dict[tuple[str, Any], _Item]:
+    """The place of each chunk by name and offset; all files must be plain files of the folder."""
     items: dict[tuple[str, Any], _Item] = {}
-    places: dict[str, tuple[Path, int]] = {}
+    sizes: dict[str, int] = {}
     for index, place in listed.items():
-        name = _text(place.state["relative_path"])
-        at, length = torch_zip.size((place.state["offset"], place.state["length"]))
-        if name not in places:
-            inner = untrusted_files.inside(folder, name, file_names.DCP_METADATA)
-            places[name] = inner, reader.size_of(inner)
-        path, size_bytes = places[name]
+        name = place.state["relative_path"]
+        path = untrusted_files.inside(folder, name, file_names.DCP_METADATA)
+        if name not in sizes:
+            try:
+                with untrusted_files.opened(path) as file:
+                    sizes[name] = file.seek(0, io.SEEK_END)
+            except FileNotFoundError as error:
+                raise damaged(path, "is missing") from error
+        start, length = place.state["offset"], place.state["length"]
         if place.state.get("transform_descriptors"):
             raise UserError(
                 f"{path} is compressed by an extension of DCP",
                 why="its tensors can't be read in parts",
                 fix="save without extensions, or load it with torch and save it again",
             )
-        if at + length > size_bytes:
-            raise damaged(path, f"is cut short: {size_bytes} bytes, {at + length} expected")
+        if start + length > sizes[name]:
+            raise damaged(path, f"is cut short: {sizes[name]} bytes, {start + length} expected")
         offset = index.state.get("offset")
-        items[_text(index.state["fqn"]), None if offset is None else torch_zip.size(offset)] = _Item(path, at, length)
-    _check_apart(folder, items.values())
+        items[index.state["fqn"], None if offset is None else _size(offset)] = _Item(path, start, length)
     return items
 
 
-def _check_apart(folder: Path, items: Collection[_Item]) -> None:
-    """Refuses chunks that overlap: reading them would take longer than the files' sizes warrant."""
-    places = sorted((str(item.path), item.start, item.length) for item in items)
-    for (file, start, length), (following, next_start, _) in pairwise(places):
-        if file == following and next_start < start + length:
-            raise damaged(folder / file_names.DCP_METADATA, f"is damaged: it lists byte {next_start} of {file} twice")
+def _size(size: Inert) -> tuple[int, ...]:
+    numbers = tuple(size.args[0]) if size.args else ()
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError("a tensor of impossible shape")
+    return numbers
 
 
-def _entry(
-    name: str, path: tuple[str, ...], entry: dict[str, Any], items: dict[tuple[str, Any], _Item], chunks: _Chunks
-) -> Entry:
-    dtype, shape = entry["properties"].state[0], torch_zip.size(entry["size"])
-    views: list[tuple[tuple[int, ...], View]] = []
-    for chunk in entry["chunks"]:
-        offsets, sizes = torch_zip.size(chunk.state["offsets"]), torch_zip.size(chunk.state["sizes"])
-        item = items.get((name, offsets))
-        if item is None:
-            raise ValueError("a chunk without a place")
-        view = chunks.view(item, sizes)
-        if not isinstance(view, View) or view.dtype != dtype or view.shape != sizes:
-            raise damaged(item.path, f"differs from the description of {name} in {file_names.DCP_METADATA}")
-        views.append((offsets, view))
-    return Entry(path, dtype, shape, tuple(views))
+def _path(keys: Any) -> Keys:
+    if not isinstance(keys, (tuple, list)) or not all(isinstance(key, (str, int)) for key in keys):
+        raise TypeError("a path with a part that is not a key")
+    return tuple(map(str, keys))

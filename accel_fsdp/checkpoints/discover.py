@@ -1,6 +1,7 @@
 """Finds checkpoints, with their kind and missing files. The only module that knows the layout of their folders."""
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Literal
 from accel_fsdp import untrusted_files
 from accel_fsdp.checkpoints import (
     completeness,
-    deepspeed,
+    deepspeed_files,
     file_names,
     marker,
     safetensors_header,
@@ -18,7 +19,7 @@ from accel_fsdp.checkpoints import (
 )
 from accel_fsdp.errors import UsageError, UserError
 
-CheckpointKind = Literal["sharded (DCP)", "FSDP full", "safetensors", "adapter", "ZeRO", "torch.save"]
+CheckpointKind = Literal["sharded (DCP)", "FSDP full", "safetensors", "adapter", "ZeRO", "files of ranks", "torch.save"]
 OPTIMIZERS = ("optim", file_names.OPTIMIZER)
 DEPTH = 2
 EXPORTED = ("safetensors", "adapter")
@@ -44,6 +45,11 @@ class CheckpointLocation:
         return int(match[1]) if match else -1
 
     @property
+    def model_name(self) -> str:
+        """The name of the file or folder of the weights, which tells several models of one folder apart."""
+        return file_names.MODEL if self.weights == self.folder else self.weights.name
+
+    @property
     def size_bytes(self) -> int:
         paths = self.weights.iterdir() if self.weights.is_dir() else [self.weights]
         return sum(path.stat().st_size for path in paths if path.is_file() and path.suffix in file_names.READABLE)
@@ -55,7 +61,7 @@ class CheckpointLocation:
 
 def look(folder: Path) -> CheckpointLocation | None:
     """The checkpoint or exported model in `folder`, which may be its inner folder; None if there is none."""
-    for reader in (_zero, _sharded, _safetensors, _adapter, _full, _single):
+    for reader in (_zero, _sharded, _safetensors, _adapter, _full, _ranks, _single):
         checkpoint = reader(folder)
         if checkpoint is not None:
             # `atomic_files.replaced_folder` leaves such a folder behind if its process is killed
@@ -86,13 +92,13 @@ def _is_dcp(folder: Path) -> bool:
     return completeness.is_whole_dcp(folder) or any(folder.glob(file_names.DCP_PARTS))
 
 
-def check_bytes(checkpoint: CheckpointLocation, optimizer: bool = False) -> None:
-    """Compares the weights' files, and on request the optimizer's, with the hashes in `complete.json`."""
-    places = [checkpoint.weights, *([checkpoint.optimizer] if optimizer and checkpoint.optimizer else [])]
+def check_bytes(checkpoint: CheckpointLocation) -> None:
+    """Compares the weights' files with the hashes in `complete.json`."""
+    place = checkpoint.weights
 
     def read(name: str) -> bool:
         path = checkpoint.folder / name
-        return any(path == place or place in path.parents for place in places) or (
+        return (path == place or place in path.parents) or (
             path.parent == checkpoint.folder
             and path.suffix in (*file_names.READABLE, ".json")
             and not name.startswith(file_names.SPARED)
@@ -158,17 +164,48 @@ def _full(folder: Path) -> CheckpointLocation | None:
 
 
 def _zero(folder: Path) -> CheckpointLocation | None:
-    place = deepspeed.folder_of(folder)
+    place = deepspeed_files.folder_of(folder)
     if place is None:
         return None
-    is_universal = deepspeed.is_universal(place)
+    is_universal = deepspeed_files.is_universal(place)
     needed = (file_names.ZERO_MODELS, *(() if is_universal else (file_names.ZERO_OPTIMIZERS,)))
     missing = [name for name in needed if not any(place.glob(name))]
     spared = (file_names.GLOBAL_STEP,) if is_universal else ()  # the ranks' files, which it was made from
-    outer = folder.parent if place == folder and deepspeed.is_inner(folder) else folder
+    outer = folder.parent if place == folder and deepspeed_files.is_inner(folder) else folder
     return CheckpointLocation(
         "ZeRO", outer, place, (*(f"{place.name}/{name}" for name in missing), *completeness.unfinished(outer, spared))
     )
+
+
+def _ranks(folder: Path) -> CheckpointLocation | None:
+    """The files that each rank wrote: all of those that the highest number, or the number of ranks, implies."""
+    by_rank = file_names.of_ranks(folder)
+    if not by_rank:
+        return None
+    first = next(iter(by_rank.values())).name
+    match = file_names.RANK_FILE.fullmatch(first)
+    ranks = max(int((match and match["ranks"]) or 0), max(by_rank) + 1)
+    absent = [re.sub(r"(rank[_-]?)\d+", rf"\g<1>{rank}", first) for rank in range(ranks) if rank not in by_rank]
+    return CheckpointLocation("files of ranks", folder, folder, (*absent, *completeness.unfinished(folder)))
+
+
+def models(checkpoint: CheckpointLocation) -> list[CheckpointLocation]:
+    """Each of the models that one `Accelerator.save_state` wrote, in their order; of a single one the checkpoint."""
+    folder, is_folder = checkpoint.folder, checkpoint.weights == checkpoint.folder
+    place = folder / file_names.MODEL if is_folder else checkpoint.weights
+    base = re.sub(r"_\d+$", "", place.stem)
+    name = re.compile(rf"{re.escape(base)}(?:_(\d+))?{re.escape(place.suffix)}")
+    numbered = {path: match for path in folder.glob(f"{base}*") if (match := name.fullmatch(path.name))}
+    paths = sorted(
+        (path for path in numbered if path.is_dir() == place.is_dir()), key=lambda p: int(numbered[p][1] or 0)
+    )
+    if len(paths) < 2 or not any(folder.glob(f"{file_names.RANDOM_STATES}*")):
+        return [checkpoint]
+    optimizers = [folder / f"{file_names.OPTIMIZER}_{numbered[path][1] or 0}" for path in paths]
+    return [
+        replace(checkpoint, weights=path, optimizer=optimizer if optimizer.is_dir() else None)
+        for path, optimizer in zip(paths, optimizers, strict=True)
+    ]
 
 
 def _single(folder: Path) -> CheckpointLocation | None:
@@ -281,10 +318,12 @@ def _checked_path(path: Path) -> Path:
 def _checkpoint_in_file(path: Path) -> CheckpointLocation | None:
     if not path.is_file():
         return None
-    if path.name == file_names.FULL_MODEL:
+    if re.fullmatch(rf"{file_names.FSDP_MODEL}(_\d+)?\.bin", path.name):
         return CheckpointLocation("FSDP full", path.parent, path, completeness.unfinished(path.parent))
     if path.suffix == file_names.SAFETENSORS and not path.name.startswith(file_names.NOT_WEIGHTS):
         return _checkpoint_in_safetensors(path)
+    if path in file_names.of_ranks(path.parent).values():
+        return _ranks(path.parent)
     if is_single(path):
         return CheckpointLocation("torch.save", path.parent, path, completeness.unfinished(path.parent))
     return None
@@ -318,29 +357,23 @@ def _not_found(path: Path, place: Path) -> UserError:
         if link.suffix in file_names.READABLE and link.is_symlink() and not link.exists():
             return untrusted_files.leads_nowhere(link)
     if place.name.startswith(OPTIMIZERS):
-        return UserError(
-            f"{path} holds optimizer state instead of weights",
-            why="there is nothing to read",
-            fix=f"give the checkpoint's folder: {place.parent}",
-        )
-    if any(
-        any(folder.glob(file_names.LOCAL_MODELS))
-        for folder in (place if place.is_dir() else place.parent, *_folders(place))
-    ):
+        what, fix = "holds optimizer state instead of weights", f"give the checkpoint's folder: {place.parent}"
+        return UserError(f"{path} {what}", why="there is nothing to read", fix=fix)
+    places = (place if place.is_dir() else place.parent, *_folders(place))
+    if any(any(folder.glob(file_names.LOCAL_MODELS)) for folder in places):
         return UserError(
             f"{path} is of LOCAL_STATE_DICT: {file_names.LOCAL_MODELS}",
             why="each rank wrote its own part, in a form that only the same rank of the same job can load",
             fix="resume with the same ranks and YAML, and save once under fsdp_state_dict_type: SHARDED_STATE_DICT",
         )
     near = sorted(_checkpoints_below(place, DEPTH), key=lambda checkpoint: checkpoint.number < 0)[:3]
+    if not near:
+        fix = "give the folder of a run, train/sft.py --output_dir, or one of its checkpoints"
+        return UserError(f"{path} holds no checkpoint", why="there is nothing to read", fix=fix)
     return UserError(
-        f"{path} holds no checkpoint" + (" itself" if near else ""),
-        why=f"{'one other is' if len(near) == 1 else 'several checkpoints are'} below it"
-        if near
-        else "there is nothing to read",
-        fix=f"give {'one of them' if len(near) > 1 else 'it'}: {', '.join(str(item.folder) for item in near)}"
-        if near
-        else "give the folder of a run, train/sft.py --output_dir, or one of its checkpoints",
+        f"{path} holds no checkpoint itself",
+        why=f"{'one other is' if len(near) == 1 else 'several checkpoints are'} below it",
+        fix=f"give {'it' if len(near) == 1 else 'one of them'}: {', '.join(str(item.folder) for item in near)}",
     )
 
 

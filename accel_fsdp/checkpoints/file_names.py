@@ -9,8 +9,8 @@ from pathlib import Path
 SAFETENSORS = ".safetensors"
 """The ending of files of the safetensors library."""
 ALL_SAFETENSORS = f"*{SAFETENSORS}"
-TORCH_SAVED = (".pth", ".bin", ".pt", ".ckpt")
-"""Endings of files that torch.save writes; the last ones are Lightning's."""
+TORCH_SAVED = (".pth", ".bin", ".pt")
+"""Endings of files that torch.save writes."""
 WEIGHTS = frozenset({SAFETENSORS, *TORCH_SAVED, ".gguf", ".h5", ".msgpack"})
 """Endings of files that may hold weights, including those of other frameworks."""
 
@@ -103,8 +103,8 @@ MARKER = "complete.json"
 """This project's checkpoints: sizes and hashes of all files, once they are on disk."""
 REPORT = "export.json"
 """This project's exports: the checks that passed. A run's folder never counts as the export inside it."""
-RUN, CURVE = "run.json", "loss.svg"
-"""This project's runs: the account of the run, and its figure."""
+RUN = "run.json"
+"""This project's runs: the account of the run."""
 PROFILE = "profile"
 """This project's runs: the folder of the traces of profiled steps."""
 DESCRIBED, FINAL = "model", "final"
@@ -119,7 +119,7 @@ NUMBERED = re.compile(r"(?:checkpoint|ckpt|step|epoch|iter)[-_]?(\d+)")
 """A checkpoint's folder by its step, of any program."""
 STATE = (FSDP_MODEL, OPTIMIZER, Path(SCHEDULER).stem, Path(TRAINING_ARGS).stem, RNG_STATE, SCALER)
 """Beginnings of files that end like weights but that `from_pretrained` can't load."""
-NOT_WEIGHTS = (*STATE, RANDOM_STATES, "rng", "optim", "train_state", "dataloader")
+NOT_WEIGHTS = (*STATE, RANDOM_STATES, "rng", "optim", "train_state", "dataloader", "extra_state")
 """Beginnings of the names of files without weights, of any library."""
 SPARED = tuple(name for name in NOT_WEIGHTS if name != FSDP_MODEL)
 """Beginnings of the names of files that an export doesn't need: people delete optimizers to save disk."""
@@ -128,6 +128,19 @@ OF_CHECKPOINTS = (
     *(Path(SCHEDULER).stem, RNG_STATE, RANDOM_STATES, SCALER, Path(TRAINER_STATE).stem),
 )
 """Beginnings of the names of a checkpoint's files and folders; other files may be put beside them."""
+
+
+RANK_FILE = re.compile(r"(?:.*world_size_(?P<ranks>\d+)_|(?:.*[_-])?)rank[_-]?(?P<rank>\d+)\.(?:pt|pth|bin)")
+"""verl, SkyRL and loops: the file of a rank's part of the model."""
+RANKS_CONFIG = "huggingface"
+"""verl: the folder of the model's config and tokenizer beside the ranks' files."""
+
+
+def of_ranks(folder: Path) -> dict[int, Path]:
+    """The ranks' files of a model in a folder, in the order of their ranks."""
+    matches = {path: RANK_FILE.fullmatch(path.name) for path in folder.glob("*") if path.is_file() or path.is_symlink()}
+    by_rank = {int(m["rank"]): path for path, m in matches.items() if m and not path.name.startswith(NOT_WEIGHTS)}
+    return dict(sorted(by_rank.items()))
 
 
 def rng_state(rank: int, ranks: int) -> str:

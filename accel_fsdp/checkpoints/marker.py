@@ -63,9 +63,13 @@ def read(checkpoint: Path) -> Marker | None:
 def _is_list(value_by_name: Any, kind: type) -> bool:
     """Whether `value_by_name` maps names of files inside the folder to values of `kind`."""
     return isinstance(value_by_name, dict) and all(
-        type(value) is kind and not Path(name).is_absolute() and ".." not in Path(name).parts and "\0" not in name
-        for name, value in value_by_name.items()
+        type(value) is kind and is_inside(name) for name, value in value_by_name.items()
     )
+
+
+def is_inside(name: str) -> bool:
+    """Whether the name of a file stays inside of the folder that it is relative to."""
+    return not Path(name).is_absolute() and ".." not in Path(name).parts and "\0" not in name
 
 
 def _origin(path: Path, content: Any) -> Origin | None:
@@ -111,11 +115,9 @@ def of_rank(names: Iterable[str], rank: int, ranks: int) -> list[str]:
     return [name for name in names if int(rank_in(name) or 0) % ranks == rank]
 
 
-def own_hashes(checkpoint: Path, rank: int, ranks: int, known: Mapping[Path, str]) -> dict[str, str]:
-    """Hashes of the files that this rank wrote: those that are `known`, by their paths, and those read now."""
-    own = of_rank(sizes_of(checkpoint), rank, ranks)
-    hashes = {name: known[checkpoint / name] for name in own if checkpoint / name in known}
-    return hashes | hashes_of(checkpoint, [name for name in own if name not in hashes])
+def own_hashes(checkpoint: Path, rank: int, ranks: int) -> dict[str, str]:
+    """Hashes of the files that this rank wrote."""
+    return hashes_of(checkpoint, of_rank(sizes_of(checkpoint), rank, ranks))
 
 
 def listed(checkpoint: Path) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Reads the headers of safetensors files, as strictly as the safetensors library: the bytes of each tensor."""
+"""Reads the headers of safetensors files without torch: names, dtypes, shapes, and the bytes of each tensor."""
 
 import os
 from collections.abc import Mapping
@@ -8,18 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp import untrusted_files
-from accel_fsdp.checkpoints.tensor_storage import ITEM_BYTES
 from accel_fsdp.errors import UserError
 
+ITEM_BYTES = {
+    **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2},
+    **{"U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8},
+    **{"F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1},
+}
+"""Bytes per element, by the name of the dtype in headers."""
+TORCH_NAMES = {
+    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"},
+    **{"I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn"},
+    **{"F8_E5M2": "float8_e5m2", "C64": "complex64", "U64": "uint64", "U32": "uint32", "U16": "uint16"},
+    **{"F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz"},
+}
+"""torch's names of the same dtypes."""
+DTYPES = {name: short for short, name in TORCH_NAMES.items()}
 LENGTH_BYTES = 8
-LARGEST_HEADER = 100_000_000  # the format's own limit
 BITS = {name: 8 * size for name, size in ITEM_BYTES.items()} | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-"""Per element, of all dtypes that the format knows."""
-METADATA, PARTS = "__metadata__", "DCP_SHARDING_INFO"
-FIELDS = {"dtype", "shape", "data_offsets"}
-LARGEST_SIZE = 1 << 64
-MOST_DIMENSIONS = 64
-"""torch's own limit; the format has none, and sizes of a million take minutes to multiply."""
+METADATA = "__metadata__"
 
 
 @dataclass(frozen=True)
@@ -34,47 +41,30 @@ class Tensor:
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file by name. Together they fill it, without holes and overlaps."""
-    return read_parts(path)[0]
+    """The tensors of a safetensors file by name. Together they fill it.
 
-
-def read_parts(path: Path) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:
-    """Like `read`, with each part's offset in its tensor if a rank wrote the file (HuggingFaceStorageWriter)."""
+    Raises:
+        UserError: the file is missing, cut short or no safetensors file.
+    """
     try:
         with untrusted_files.opened(path) as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-            if size < LENGTH_BYTES or length > min(LARGEST_HEADER, size - LENGTH_BYTES):
-                raise _damaged(path, "cut short, or no safetensors file")
-            header = untrusted_files.mapping(file.read(length), path, strict=True)
+            if length > size - LENGTH_BYTES:
+                raise damaged(path, "cut short, or no safetensors file")
+            header = untrusted_files.mapping(file.read(length), path)
     except FileNotFoundError:
-        raise _damaged(path, "missing") from None
+        raise damaged(path, "missing") from None
     except OSError as error:
         raise untrusted_files.unreadable(path, error.strerror or str(error)) from error
-    notes = header.pop(METADATA, None)
-    notes = {} if notes is None else notes
-    if not (isinstance(notes, dict) and all(isinstance(note, str) for note in notes.values())):
-        raise _damaged(path, f"its {METADATA} is not a mapping of text")
+    header.pop(METADATA, None)
     begin = LENGTH_BYTES + length
     tensors = {name: _tensor(path, name, entry, begin) for name, entry in header.items()}
     _check_filled(path, tensors, begin, size)
-    return tensors, _places(path, tensors, notes.get(PARTS))
+    return tensors
 
 
-def _places(path: Path, tensors: Mapping[str, Tensor], metadata: str | None) -> dict[str, tuple[int, ...]]:
-    if metadata is None:
-        return {}
-    listed = untrusted_files.mapping(metadata.encode(), path)
-    places: dict[str, tuple[int, ...]] = {}
-    for name, part in listed.items():
-        saved = part.get("saved_offsets") if isinstance(part, dict) else None
-        if name not in tensors or not isinstance(saved, list) or len(saved) != len(tensors[name].shape):
-            raise _damaged(path, f"the offsets of a part of {name} are missing")
-        places[name] = _sizes(path, name, saved)
-    return places
-
-
-def _damaged(path: Path, what: str) -> UserError:
+def damaged(path: Path, what: str) -> UserError:
     return UserError(
         f"{path} is {what}" if what == "missing" else f"{path} is damaged: {what}",
         why="its tensors would differ from the written ones",
@@ -83,39 +73,20 @@ def _damaged(path: Path, what: str) -> UserError:
 
 
 def _tensor(path: Path, name: str, entry: Any, begin: int) -> Tensor:
-    if not isinstance(entry, dict) or entry.keys() != FIELDS or not isinstance(entry["dtype"], str):
-        raise _damaged(path, f"the dtype, shape or offsets of {name} are missing")
-    if entry["dtype"] not in BITS:
-        raise _damaged(path, f"{name} is of dtype {entry['dtype']}, which the format doesn't know")
-    shape, offsets = _sizes(path, name, entry["shape"]), _sizes(path, name, entry["data_offsets"])
-    bits = _product(path, name, (*shape, BITS[entry["dtype"]]))
-    if len(offsets) != 2 or bits % 8 or offsets[1] - offsets[0] != bits // 8:
-        raise _damaged(path, f"{name} has a size that differs from its shape and dtype")
-    return Tensor(path, entry["dtype"], shape, begin + offsets[0], begin + offsets[1])
-
-
-def _sizes(path: Path, name: str, numbers: Any) -> tuple[int, ...]:
-    is_list = isinstance(numbers, list) and len(numbers) <= MOST_DIMENSIONS
-    valid = is_list and all(type(number) is int and 0 <= number < LARGEST_SIZE for number in numbers)
-    if not valid:
-        raise _damaged(path, f"{name} has impossible sizes")
-    return tuple(numbers)
-
-
-def _product(path: Path, name: str, factors: tuple[int, ...]) -> int:
-    if any(prod(factors[:count]) >= LARGEST_SIZE for count in range(len(factors) + 1)):
-        raise _damaged(path, f"{name} has impossible sizes")
-    return prod(factors)
+    try:
+        shape, (start, end) = tuple(map(int, entry["shape"])), map(int, entry["data_offsets"])
+        if (end - start) * 8 != prod(shape) * BITS[entry["dtype"]] or start < 0:
+            raise ValueError("a size that differs from its shape and dtype")
+        return Tensor(path, entry["dtype"], shape, begin + start, begin + end)
+    except (KeyError, TypeError, ValueError) as error:
+        raise damaged(path, f"the dtype, shape or offsets of {name} are wrong ({error})") from error
 
 
 def _check_filled(path: Path, tensors: Mapping[str, Tensor], begin: int, size: int) -> None:
-    ordered = sorted(tensors.items(), key=lambda pair: (pair[1].start, pair[1].end))
-    ends = [begin, *(tensor.end for _, tensor in ordered)]
-    for (name, tensor), reached in zip(ordered, ends, strict=False):
-        if tensor.start < reached:  # checked first, because tensors that overlap also seem to leave gaps
-            raise _damaged(path, f"{name} overlaps another tensor")
-    for (name, tensor), reached in zip(ordered, ends, strict=False):
+    reached = begin
+    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.end)):
         if tensor.start != reached:
-            raise _damaged(path, f"{name} does not begin where the tensor before it ends")
-    if size != ends[-1]:
-        raise _damaged(path, f"it has {size:,} bytes, its tensors end at {ends[-1]:,}")
+            raise damaged(path, f"two of its tensors overlap, or leave a gap at byte {reached:,}")
+        reached = tensor.end
+    if size != reached:
+        raise damaged(path, f"it has {size:,} bytes, its tensors end at {reached:,}")

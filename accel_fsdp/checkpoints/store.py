@@ -9,11 +9,9 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 from accel_fsdp import atomic_files, console, disks
 from accel_fsdp.checkpoints import completeness, file_names, marker
@@ -24,16 +22,9 @@ URI = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/+(.+?)/*")
 PASSWORD = re.compile(r"://[^/@]*:[^/@]*@|\?")
 """A password before the name of a host, or a signature behind a path."""
 TOGETHER = 2
-"""Files or parts of a file that a process moves at the same time: each part takes 50 MB of memory."""
-OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    **{protocol: {"max_concurrency": TOGETHER} for protocol in ("s3", "s3a", "az", "abfs", "abfss")},
-    **{protocol: {"auto_mkdir": True} for protocol in ("file", "local")},
-}
-"""Settings of fsspec's file systems, by protocol."""
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
-"""The extra of this package that installs a protocol's library."""
-OUTLINE_BYTES = 8 << 20
-"""Bytes at a file's start and end in which headers and lists of tensors are."""
+"""Files that a process fetches at the same time."""
+DONE = ".uploaded-"
+"""The start of the name of an object that says which marker's files a machine has uploaded; its number follows."""
 
 
 def uri_of(place: Path | str) -> str:
@@ -42,16 +33,13 @@ def uri_of(place: Path | str) -> str:
     return f"{match[1].lower()}:{'///' if match[1] in ('file', 'local') else '//'}{match[2]}" if match else ""
 
 
-def split(uri: str) -> tuple[str, str]:
-    """A run's URI, and the name of a checkpoint in it; an empty name where the URI is that of the run."""
-    run, _, name = uri.rpartition("/")
-    return (run, name) if file_names.step(name) >= 0 else (uri, "")
-
-
 def reason(error: BaseException) -> str:
     """An error of a store in one line."""
-    text = str(error).strip().partition("\n")[0]
-    return one_line(text or type(error).__name__)
+    return one_line(str(error).strip().partition("\n")[0] or type(error).__name__)
+
+
+class Waits(OSError):
+    """Another machine's part of an upload has to come first."""
 
 
 class Store:
@@ -67,12 +55,6 @@ class Store:
 
         self.uri = uri_of(uri)
         protocol = self.uri.partition(":")[0]
-        if not self.uri or protocol not in fsspec.available_protocols():
-            raise UsageError(
-                f"{uri} is not in a store that fsspec knows.{did_you_mean(protocol, fsspec.available_protocols())}",
-                why="checkpoints can't be read or written there",
-                fix="s3://BUCKET/RUN, gs://BUCKET/RUN, az://CONTAINER/RUN, hf://REPO/RUN or file:///FOLDER",
-            )
         if PASSWORD.search(self.uri):
             raise UsageError(
                 f"{protocol}://... holds a password or a signature",
@@ -80,13 +62,14 @@ class Store:
                 fix="the variables or files of the store's own tools, such as AWS_PROFILE and ~/.aws/credentials",
             )
         try:
-            self.files, self.root = fsspec.core.url_to_fs(self.uri, **OPTIONS.get(protocol, {}))
-        except ImportError as error:
-            extra = EXTRAS.get(protocol)
-            raise UserError(
-                f"{self.uri}: {reason(error)}",
-                why="its library isn't installed",
-                fix=f"pip install 'accel-fsdp[{extra}]'" if extra else "pip install what that message names",
+            options = {"auto_mkdir": True} if protocol in ("file", "local") else {}
+            self.files, self.root = fsspec.core.url_to_fs(self.uri or f"{uri}://", **options)
+        except (ImportError, ValueError) as error:
+            raise UsageError(
+                f"{uri} is not in a store that fsspec knows.{did_you_mean(protocol, fsspec.available_protocols())}",
+                why=reason(error),
+                fix="s3://BUCKET/RUN, gs://BUCKET/RUN, az://CONTAINER/RUN (pip install 'accel-fsdp[s3]', gs or az), "
+                "hf://REPO/RUN or file:///FOLDER",
             ) from error
 
     @contextlib.contextmanager
@@ -106,40 +89,41 @@ class Store:
                 "AWS_ENDPOINT_URL and ~/.aws/credentials",
             ) from error
 
-    # What is there
-
     def sizes(self, name: str = "") -> dict[str, int]:
-        """The size of each file of the run, or of one checkpoint, by its path relative to it."""
+        """The size of each file of the run, or of one checkpoint, by its path relative to it.
+
+        Raises:
+            UserError: an object's name leads out of the folder.
+        """
         root = f"{self.root}/{name}" if name else self.root
         self.files.invalidate_cache()
-        found = self.files.find(root, detail=True)
         start = len(self.files._strip_protocol(root)) + 1
-        return {path[start:]: int(info["size"]) for path, info in found.items() if len(path) > start}
+        files = self.files.find(root, detail=True).items()
+        sizes = {path[start:]: int(info["size"]) for path, info in files if len(path) > start}
+        if outside := next((path for path in sizes if not marker.is_inside(path)), None):
+            raise UserError(
+                f"{self.uri} holds an object named {outside!r}, outside of its folder",
+                why="a checkpoint doesn't belong there; nothing was fetched",
+                fix="don't trust this checkpoint; delete the object, or find out who wrote it",
+            )
+        return sizes
 
     def checkpoints(self) -> list[str]:
         """The names of all checkpoints, complete or not, the oldest first."""
-        return _checkpoints_of(self.sizes())
+        names = {path.partition("/")[0] for path in self.sizes()}
+        return sorted((name for name in names if file_names.step(name) >= 0), key=file_names.step)
 
     def lacking(self, name: str) -> str:
         """Why a checkpoint can't be taken; empty if it is complete: it has a marker, and all that this lists."""
-        with self.read(name, (file_names.MARKER,)) as folder:
-            written = marker.read(folder)
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, file_names.MARKER).write_bytes(self._read(name, file_names.MARKER))
+            written = marker.read(Path(folder))
         there = self.sizes(name)
         if written is None or not written.complete:
             return "not all of it has been uploaded" if there else "there is no such checkpoint"
-        absent = next((file for file, size in written.sizes.items() if there.get(file) != size), "")
-        return (
-            f"{absent} has {there[absent]:,} of {written.sizes[absent]:,} bytes"
-            if absent in there
-            else (f"{absent} is missing" if absent else "")
-        )
-
-    def written(self, name: str) -> datetime | None:
-        """When a checkpoint was completed; None where the store doesn't say, or it isn't."""
-        with contextlib.suppress(FileNotFoundError, NotImplementedError, KeyError):
-            time: datetime = self.files.modified(self._path(name, file_names.MARKER))
-            return time if time.tzinfo else time.replace(tzinfo=timezone.utc)
-        return None
+        file = next((file for file, size in written.sizes.items() if there.get(file) != size), "")
+        has = f"has {there.get(file, 0):,} of {written.sizes.get(file, 0):,} bytes" if file in there else "is missing"
+        return f"{file} {has}" if file else ""
 
     def newest(self, damaged: Collection[str] = ()) -> tuple[str, dict[str, str]]:
         """The newest complete checkpoint's name, or an empty one; and why each newer one can't be taken.
@@ -155,70 +139,50 @@ class Store:
 
     # To the store
 
-    def begin(self, checkpoint: Path) -> bool:
-        """Marks a checkpoint as unfinished, before any of its files goes up; not if it is there, which is returned."""
-        path, own = self._path(checkpoint.name, file_names.MARKER), (checkpoint / file_names.MARKER).read_bytes()
-        self.files.invalidate_cache()
-        with contextlib.suppress(FileNotFoundError):
-            if self.files.cat_file(path) == own:
-                return True
-        self.unseal(checkpoint.name)
+    def begin(self, checkpoint: Path, machine: int = 0) -> bool:
+        """Marks a checkpoint as unfinished, before any of its files goes up; not if it is there, which is returned.
+
+        Other machines than the first wait for that: a file of theirs must not change a complete checkpoint.
+        """
+        there = self._read(checkpoint.name, file_names.MARKER)
+        if there == (checkpoint / file_names.MARKER).read_bytes():
+            return True
+        if machine == 0:
+            self.unseal(checkpoint.name)
+        elif there not in (b"", marker.UNFINISHED.encode()):
+            raise Waits("machine 0 has not begun")
         return False
 
     def unseal(self, name: str) -> None:
         """Marks a checkpoint as unfinished."""
         self.files.pipe_file(self._path(name, file_names.MARKER), marker.UNFINISHED.encode())
 
-    def upload(self, folder: Path, name: str) -> None:
-        """Uploads a file of one of the run's folders, and compares its size."""
-        path = self._path(folder.name, name)
-        self.files.put_file(str(folder / name), path)
-        self.files.invalidate_cache()
-        size, expected = self.files.info(path)["size"], (folder / name).stat().st_size
-        if size != expected:
-            raise OSError(f"{folder.name}/{name} has {size:,} of {expected:,} bytes in the store")
+    def upload(self, folder: Path, names: Iterable[str]) -> None:
+        """Uploads files of one of the run's folders, and compares their sizes."""
+        for name in names:
+            path = self._path(folder.name, name)
+            self.files.put_file(str(folder / name), path)
+            self.files.invalidate_cache()
+            size, expected = self.files.info(path)["size"], (folder / name).stat().st_size
+            if size != expected:
+                raise OSError(f"{folder.name}/{name} has {size:,} of {expected:,} bytes in the store")
 
-    def seal(self, checkpoint: Path) -> None:
-        """Makes a checkpoint complete, once all of its files are there; deletes files of an earlier one."""
+    def finish(self, checkpoint: Path, machine: int = 0, machines: int = 1) -> None:
+        """Notes that a machine's files are there; the first one makes the checkpoint complete, once all have."""
+        content = (checkpoint / file_names.MARKER).read_bytes()
+        if machine:
+            self.files.pipe_file(self._path(checkpoint.name, f"{DONE}{machine}"), content)
+            return
+        if late := [other for other in range(1, machines) if self._read(checkpoint.name, f"{DONE}{other}") != content]:
+            raise Waits(f"machine {late[0]} has not uploaded its files")
         for name in self.sizes(checkpoint.name).keys() - marker.listed(checkpoint).keys() - {file_names.MARKER}:
-            self.files.rm_file(self._path(checkpoint.name, name))
-        self.upload(checkpoint, file_names.MARKER)
+            self.files.rm_file(self._path(checkpoint.name, name))  # of an earlier one, or those notes
+        self.upload(checkpoint, [file_names.MARKER])
 
     def describe(self, run: Path) -> None:
         """Uploads the description of a run's model, which an export needs, where files of it are missing."""
         there, model = self.sizes(file_names.DESCRIBED), run / file_names.DESCRIBED
-        for name, size in marker.sizes_of(model).items():
-            if there.get(name) != size:
-                self.upload(model, name)
-
-    def push(self, checkpoint: Path, moved: Callable[[int], None]) -> bool:
-        """Uploads a whole checkpoint, and calls `moved` with each number of bytes; false if it is there already."""
-        if self.begin(checkpoint):
-            return False
-        for name, size in marker.listed(checkpoint).items():
-            self.upload(checkpoint, name)
-            moved(size)
-        self.seal(checkpoint)
-        return True
-
-    def pull(self, name: str, run: Path) -> None:
-        """Fetches a checkpoint into a run's folder, whole or not at all, with the description of the model.
-
-        Raises:
-            UserError: its files aren't those that were written, or the disk is full.
-        """
-        sizes = self.sizes(name)
-        with arriving(run, name, sum(sizes.values())) as folder:
-            with console.progress(f"fetching {name}", sum(sizes.values())) as moved:
-                self.fetch(name, sizes, folder, moved)
-            if damaged := marker.damage(folder):
-                raise UserError(
-                    f"{self.uri}/{name}: {damaged}",
-                    why="it would train something else",
-                    fix=f"accel-fsdp checkpoints {self.uri} lists older ones, which --step takes",
-                )
-        if not (run / file_names.DESCRIBED).exists():
-            self.fetch(file_names.DESCRIBED, self.sizes(file_names.DESCRIBED), run / file_names.DESCRIBED)
+        self.upload(model, [name for name, size in marker.sizes_of(model).items() if there.get(name) != size])
 
     def delete(self, name: str) -> None:
         """Deletes a checkpoint, which counts as unfinished from the first moment on."""
@@ -231,85 +195,64 @@ class Store:
 
     def retire(self, keep: int | None, best: str | None) -> None:
         """Deletes what `completeness.retire` would delete of a folder of this machine."""
-        there = self.sizes()
-        names = _checkpoints_of(there)
-        markers = {name: there.get(f"{name}/{file_names.MARKER}", 0) for name in names}
-        complete = [name for name, size in markers.items() if size > len(marker.UNFINISHED)]
+        there, names = self.sizes(), self.checkpoints()
+        sealed = len(marker.UNFINISHED) + 1
+        complete = [name for name in names if there.get(f"{name}/{file_names.MARKER}", 0) >= sealed]
         for name in completeness.outdated(names, complete, keep, best):
             self.delete(name)
 
     # From the store
 
-    def fetch(self, name: str, files: Iterable[str], target: Path, moved: Callable[[int], None] | None = None) -> None:
-        """Downloads files of a checkpoint, or of another of the run's folders, to the folder `target`."""
+    def get(self, name: str, run: Path, needed: Callable[[str], bool] = bool) -> str:
+        """Fetches the `needed` files of a checkpoint, and the model's description, into a run's folder.
 
+        Whole or not at all: returns the file whose bytes aren't those that were written.
+
+        Raises:
+            UserError: the disk is too small for it.
+        """
+        sizes = {file: size for file, size in self.sizes(name).items() if needed(file)}
+        needed_bytes, arriving = sum(sizes.values()), run / f".{name}.arriving"
+        disks.check_room(
+            run, needed_bytes, f"{name} takes", "it can't be fetched", "free some space, or another folder"
+        )
+        shutil.rmtree(arriving, ignore_errors=True)  # left by a process that was killed
+        try:
+            with console.progress(f"fetching {name}", needed_bytes) as moved:
+                self._fetch(name, sizes, arriving, moved)
+            if damage := marker.damage(arriving, needed):
+                return damage
+            shutil.rmtree(run / name, ignore_errors=True)  # a half-written one
+            os.replace(arriving, run / name)
+        finally:
+            shutil.rmtree(arriving, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                run.rmdir()  # if it was made for this alone
+        if not (run / file_names.DESCRIBED).exists():
+            described = self.sizes(file_names.DESCRIBED)
+            self._fetch(file_names.DESCRIBED, described, run / file_names.DESCRIBED, lambda size: None)
+        return ""
+
+    def _fetch(self, name: str, files: Iterable[str], target: Path, moved: Callable[[int], None]) -> None:
         def fetch_one(file: str) -> None:
             path = target / file
             path.parent.mkdir(parents=True, exist_ok=True)
             self.files.get_file(self._path(name, file), str(path))
-            if moved is not None:
-                moved(path.stat().st_size)
+            moved(path.stat().st_size)
 
         with ThreadPoolExecutor(TOGETHER) as pool:
             list(pool.map(fetch_one, files))
 
-    @contextlib.contextmanager
-    def read(self, name: str, files: Iterable[str]) -> Iterator[Path]:
-        """A temporary folder with small files of a checkpoint, without those that aren't there."""
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = Path(temporary) / name
-            for file in files:
-                with contextlib.suppress(FileNotFoundError):
-                    self.fetch(name, (file,), folder)
-            yield folder
-
-    def outline(self, name: str, target: Path) -> None:
-        """Makes files of a checkpoint's names and sizes, in which only the starts and ends of large ones are filled."""
-        sizes = self.sizes(name)
-        small = [file for file, size in sizes.items() if size <= 2 * OUTLINE_BYTES]
-        self.fetch(name, small, target)
-        for file in sizes.keys() - set(small):
-            path, size = target / file, sizes[file]
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("wb") as sink:
-                for start, end in ((0, OUTLINE_BYTES), (size - OUTLINE_BYTES, size)):
-                    sink.seek(start)
-                    sink.write(self.files.cat_file(self._path(name, file), start=start, end=end))
+    def _read(self, name: str, file: str) -> bytes:
+        """The content of a small file; empty if there is none."""
+        self.files.invalidate_cache()
+        with contextlib.suppress(FileNotFoundError):
+            content: bytes = self.files.cat_file(self._path(name, file))
+            return content
+        return b""
 
     def _path(self, name: str, file: str) -> str:
         return f"{self.root}/{name}/{file}"
-
-
-def _checkpoints_of(paths: Iterable[str]) -> list[str]:
-    """The names of the checkpoints that files of a run are in, the oldest first."""
-    names = {path.partition("/")[0] for path in paths if "/" in path}
-    return sorted((name for name in names if file_names.step(name) >= 0), key=file_names.step)
-
-
-def arriving_at(run: Path, name: str) -> Path:
-    """The folder in which the files of a checkpoint arrive."""
-    return run / f".{name}.arriving"
-
-
-@contextlib.contextmanager
-def arriving(run: Path, name: str, size_bytes: int) -> Iterator[Path]:
-    """A folder to fetch a checkpoint to, which takes its place in the run when the block ends, or goes if it fails.
-
-    Raises:
-        UserError: the disk is too small for it.
-    """
-    partial = arriving_at(run, name)
-    disks.check_room(run, size_bytes, f"{name} takes", "it can't be fetched", "free some space, or another folder")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
-    try:
-        partial.mkdir(parents=True)
-        yield partial
-        shutil.rmtree(run / name, ignore_errors=True)  # a half-written one
-        os.replace(partial, run / name)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            run.rmdir()  # if it was made for this alone
 
 
 @contextlib.contextmanager
@@ -317,49 +260,29 @@ def fetched(place: Path, beside: Path, needed: Callable[[str], bool]) -> Iterato
     """`place` itself, or for a URI a temporary copy of that checkpoint's `needed` files in the folder of `beside`.
 
     Of a run's URI the newest complete checkpoint is taken. The description of the model comes along.
-    """
-    if not uri_of(place):
-        yield place
-        return
-    beside = atomic_files.existing_part(beside.absolute().parent)
-    with tempfile.TemporaryDirectory(prefix=".fetched-", dir=beside) as temporary:
-        store, name = named(place)
-        with store.reached():
-            sizes = {file: size for file, size in store.sizes(name).items() if needed(file)}
-            store.fetch(file_names.DESCRIBED, store.sizes(file_names.DESCRIBED), Path(temporary, file_names.DESCRIBED))
-            with console.progress(f"fetching {name}", sum(sizes.values())) as moved:
-                store.fetch(name, sizes, Path(temporary, name), moved)
-        console.say(f"fetched: {store.uri}/{name}", style="cyan")
-        yield Path(temporary, name)
-
-
-@contextlib.contextmanager
-def outlined(place: Path) -> Iterator[Path]:
-    """`place` itself, or for a URI a temporary outline of that checkpoint."""
-    if not uri_of(place):
-        yield place
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-        store, name = named(place)
-        with store.reached():
-            store.outline(name, Path(temporary, name))
-        yield Path(temporary, name)
-
-
-def named(place: Path | str) -> tuple[Store, str]:
-    """The store that a URI is in, and the complete checkpoint that it names: of a run's URI the newest one.
 
     Raises:
         UserError: there is none, it isn't complete, or the store can't be reached.
     """
-    run, name = split(uri_of(place) or str(place))
-    store = Store(run)
+    if not (uri := uri_of(place)):
+        yield place
+        return
+    run, _, name = uri.rpartition("/")
+    store = Store(run if file_names.step(name) >= 0 else uri)
     with store.reached():
-        name, skipped = (name, {name: store.lacking(name)}) if name else store.newest()
-    if not name or skipped.get(name):
-        raise UserError(
-            f"{uri_of(place)} is no complete checkpoint",
-            why="; ".join(f"{folder}: {why}" for folder, why in skipped.items()) or f"{store.uri} holds none",
-            fix="the URI of a run, as given to train/sft.py --checkpoint_uri, or of a checkpoint-N in it",
-        )
-    return store, name
+        name, skipped = (name, {name: store.lacking(name)}) if store.uri == run else store.newest()
+    why = "; ".join(f"{folder}: {lack}" for folder, lack in skipped.items() if lack)
+    with tempfile.TemporaryDirectory(
+        prefix=".fetched-", dir=atomic_files.existing_part(beside.absolute().parent)
+    ) as temporary:
+        if name and not (skipped.get(name)):
+            with store.reached():
+                why = store.get(name, Path(temporary), needed)
+        if not Path(temporary, name or "-").exists():
+            raise UserError(
+                f"{uri} is no complete checkpoint",
+                why=why or f"{store.uri} holds none",
+                fix="the URI of a run, as given to train/sft.py --checkpoint_uri, or of a checkpoint-N in it",
+            )
+        console.say(f"fetched: {store.uri}/{name}", style="cyan")
+        yield Path(temporary, name)

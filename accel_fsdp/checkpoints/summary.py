@@ -1,6 +1,5 @@
 """safetensors files and checkpoint folders, read by name, size and JSON header: no torch, nothing unpickled."""
 
-import mmap
 import os
 import stat
 from collections.abc import Mapping
@@ -25,6 +24,7 @@ class CheckpointFacts(completeness.Parts):
     `tied_twice` says that a tied model's embeddings are stored twice. `has_config` counts a tokenizer's as well.
     `unfinished` is the flaw that its marker shows, as a resume judges it; empty without a flaw or without a marker.
     `refused` is why the states beside the weights can't be loaded, or must not be, because they would run code.
+    `zero`: DeepSpeed wrote it.
     """
 
     rng_states: int = 0
@@ -39,6 +39,7 @@ class CheckpointFacts(completeness.Parts):
     private: str = ""
     unfinished: str = ""
     refused: UserError | None = None
+    zero: bool = False
 
 
 def tensors_of(path: Path) -> dict[str, Tensor] | None:
@@ -67,8 +68,9 @@ def equal(first: Tensor, second: Tensor) -> bool:
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    with untrusted_files.opened(tensor.file) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return content[tensor.start : tensor.end]
+    with untrusted_files.opened(tensor.file) as file:
+        file.seek(tensor.start)
+        return file.read(tensor.end - tensor.start)
 
 
 def model_files(folder: Path) -> tuple[list[str], Mapping[str, str]]:
@@ -159,6 +161,7 @@ def facts_of(folder: Path) -> CheckpointFacts:
         exported=file_names.REPORT in names,
         unfinished=completeness.flaw(folder) if (folder / file_names.MARKER).exists() else "",
         trainer_state=completeness.has_trainer_state(folder),
+        zero=completeness.by_deepspeed(folder),
         rng_states=sum(name.startswith(file_names.RNG_STATE) for name in names),
         without_metadata=tuple(path.name for path in sharded if not completeness.is_whole_dcp(path)),
         broken=tuple(broken),

@@ -4,11 +4,9 @@ Adapters are in a model, which may hold several, or in a separate file.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
-from accel_fsdp.errors import UserError
-from accel_fsdp.time_limits import at_most
 from accel_fsdp.units import counted, first_few
 
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
@@ -27,11 +25,8 @@ SAVED = re.compile(r"\.modules_to_save\.([^.]+)\.")
 LAYER = re.compile(r"\.\d+\.")
 WRAPPED = re.compile(r"\.(?:token_adapter\.)?(?:(?:base_layer|original_module)\.)+")
 UNDER = re.compile(r"\.base_layer(?=\.)")
-EXTENDED = {"layers_pattern": r"(?:^|.*?\.){}\.(?P<idx>\d+)\.", "modules_to_save": r"(^|.*\.){}($|\..*)"}
-"""Settings of parts of patterns, and what PEFT puts around each."""
 T = TypeVar("T")
-PATTERN_SECONDS = 5.0
-SHOWN, MODULES_SHOWN = 60, 4
+MODULES_SHOWN = 4
 
 
 def clean_name(name: str) -> str:
@@ -69,33 +64,6 @@ def divided(tensors: Mapping[str, T]) -> tuple[dict[str, T], dict[str, dict[str,
             tensors_of |= {_prefixed(name): tensor for name, tensor in base.items()}
         return {}, adapters
     return {plain(name): tensor for name, tensor in base.items()}, adapters
-
-
-def check_patterns(settings: Mapping[str, Any], modules: Iterable[str]) -> None:
-    """Tries the patterns of an adapter's settings on names of modules, in limited time: some would run for years."""
-    by_pattern = [settings.get(key) for key in ("rank_pattern", "alpha_pattern")]
-    patterns = [pattern_of(key) for patterns_of in by_pattern if isinstance(patterns_of, dict) for key in patterns_of]
-    patterns += [text for key in ("target_modules", "exclude_modules") if isinstance(text := settings.get(key), str)]
-    patterns += [template.format(text) for key, template in EXTENDED.items() for text in _listed(settings.get(key))]
-    names, pattern = list(modules), ""
-    try:
-        with at_most(PATTERN_SECONDS):
-            for pattern in patterns:
-                compiled = re.compile(pattern)
-                for name in names:
-                    compiled.fullmatch(name)
-                    compiled.match(name)
-    except (re.error, TimeoutError, RecursionError, OverflowError) as error:
-        raise UserError(
-            f"a pattern in adapter_config.json can't be used: {str(error) or 'nested too deep'}: {pattern[:SHOWN]}",
-            why="it chooses the modules that a rank, a scale or the adapter itself is for",
-            fix="write the names of the modules there, or a simpler pattern",
-        ) from error
-
-
-def _listed(setting: Any) -> list[str]:
-    entries = [setting] if isinstance(setting, str) else setting
-    return [entry for entry in entries if isinstance(entry, str)] if isinstance(entries, Iterable) else []
 
 
 def module_of(tensor: str) -> str:
@@ -150,13 +118,3 @@ def _adapter_and_name(name: str) -> tuple[str | None, str]:
     if match := SAVED.search(name):
         return match[1], SAVED.sub(".", name)
     return ("" if LORA.search(name) or name.endswith(TOKENS) else None), name
-
-
-def unprefixed(tensors: Mapping[str, T], expected: Collection[str]) -> dict[str, T]:
-    """The tensors by the names of their model, where all of those have one prefix, such as Lightning's."""
-    first = next(iter(expected), "")
-    is_plain = any(name in expected for name in tensors)
-    matches = [] if is_plain else [name for name in tensors if name.endswith(f".{first}")]
-    prefixes = [name.removesuffix(first) for name in matches]
-    fitting = [prefix for prefix in prefixes if all(f"{prefix}{name}" in tensors for name in expected)]
-    return {name.removeprefix(fitting[0] if len(fitting) == 1 else ""): tensor for name, tensor in tensors.items()}

@@ -108,7 +108,7 @@ def _deepspeed(key: str, kind: Kind, help: str, meanings: Mapping[str, str] = _a
 
 def _xla(name: str, kind: Kind, help: str) -> Field:
     """Nothing in Accelerate reads these: `TrainingArguments.fsdp_config` does, under the same names."""
-    help += " Accelerate passes it on to nothing; train/sft.py --accelerate_config FILE gives it to Trainer."
+    help += " Accelerate passes it on to nothing; TrainingArguments(fsdp_config=...) gives it to Trainer."
     return _fsdp(f"fsdp_{name}", kind, False, XLA, help)
 
 

@@ -1,33 +1,30 @@
 """The command `accel-fsdp convert`: a checkpoint of one engine becomes one of another, with the optimizer."""
 
-from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 import tyro
 
 from accel_fsdp import atomic_files, console, disks, untrusted_files
 from accel_fsdp.checkpoints import (
-    ITEM_BYTES,
     CheckpointLocation,
-    FileReader,
     Origin,
     completeness,
     deepspeed,
-    differences,
+    deepspeed_files,
     discover,
     file_names,
     marker,
     resumed_pickles,
+    same_bytes,
 )
 from accel_fsdp.config import ANY_FSDP, MigrationTarget, zero_name
 from accel_fsdp.conversion import fsdp_files, training_state, zero_files
 from accel_fsdp.conversion.training_state import TrainingState
-from accel_fsdp.errors import UsageError, UserError, require
-from accel_fsdp.exporter import companion_files, pth_writer, refusals, safetensors_writer, transformers_probe
+from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.exporter import companion_files, refusals, transformers_probe, writer
 from accel_fsdp.flag_words import arg
 from accel_fsdp.models import first_line
 from accel_fsdp.units import counted, gb_or_mb
@@ -70,7 +67,6 @@ def convert(command: ConvertCommand) -> int:
     Raises:
         UserError: SRC can't be read or lacks a part, OUT exists, or the target has no place for a part of it.
     """
-    require("a conversion", "torch")
     if command.ranks is not None and command.ranks < 1:
         raise UsageError(f"--ranks {command.ranks}", why="there is at least one rank", fix="--ranks 2")
     ignored = [name for name in ("ranks", "model", "mixed_precision") if getattr(command, name) not in (None, "src")]
@@ -87,19 +83,16 @@ def convert(command: ConvertCommand) -> int:
     console.say(str(checkpoint), style="cyan")
     if command.out.resolve().is_relative_to(checkpoint.folder.resolve()):
         raise UserError(f"{command.out} is inside of SRC", why="it would be deleted with it", fix="another OUT")
-    with closing(FileReader()) as reader:
-        _check(checkpoint, reader)
-        conversion = _Conversion(command, checkpoint, training_state.read(checkpoint, reader), reader)
-        conversion.run()
+    _check(checkpoint)
+    conversion = _Conversion(command, checkpoint, training_state.read(checkpoint))
+    conversion.run()
     for line in conversion.lines():
         console.say(line, style="green")
     return 0
 
 
 def _check_places(command: ConvertCommand) -> None:
-    """Refuses an OUT that exists or can't, and a SRC in a store, which would be read as a folder such as `s3:`."""
-    fetching = "accel-fsdp checkpoints RUN --pull URI fetches it into RUN"
-    refusals.require_local("SRC", command.src, why="a conversion reads local disks only", fix=fetching)
+    refusals.require_local("SRC", command.src, "a conversion reads local disks only", "copy it here first")
     if command.out.exists():
         raise UserError(f"{command.out} exists", why="it may be another checkpoint", fix="another OUT")
     place = atomic_files.existing_part(command.out)
@@ -107,8 +100,8 @@ def _check_places(command: ConvertCommand) -> None:
         raise UserError(f"{place} is a file", why=f"{command.out} can't be in it", fix="another OUT")
 
 
-def _check(checkpoint: CheckpointLocation, reader: FileReader) -> None:
-    """Refuses a damaged checkpoint, pickles that could run code, a lost place or schedule, and fp16's loss scale."""
+def _check(checkpoint: CheckpointLocation) -> None:
+    """Refuses what is damaged, could run code, has lost its schedule or place in the data, or is of fp16."""
     if damage := marker.damage(checkpoint.folder):
         raise UserError(
             f"{checkpoint.folder} is damaged: {damage}",
@@ -118,9 +111,9 @@ def _check(checkpoint: CheckpointLocation, reader: FileReader) -> None:
     if refused := resumed_pickles.refusal(checkpoint.folder):
         raise refused
     if any(checkpoint.folder.glob(f"{file_names.SCALER}*")):
-        raise deepspeed.scaled(checkpoint.folder)
+        raise deepspeed_files.scaled(checkpoint.folder)
     if _is_of_loop(checkpoint):
-        _check_schedule(checkpoint, reader)
+        _check_schedule(checkpoint)
         return
     has_schedule = (checkpoint.folder / file_names.SCHEDULER).is_file()
     has_step = completeness.has_trainer_state(checkpoint.folder) and completeness.step_of(checkpoint.folder) > 0
@@ -139,9 +132,9 @@ def _is_of_loop(checkpoint: CheckpointLocation) -> bool:
     return not has_log and any(checkpoint.folder.glob(f"{file_names.RANDOM_STATES}*"))
 
 
-def _check_schedule(checkpoint: CheckpointLocation, reader: FileReader) -> None:
+def _check_schedule(checkpoint: CheckpointLocation) -> None:
     is_prepared = any(checkpoint.folder.glob(file_names.PREPARED_SCHEDULERS))
-    if is_prepared or (checkpoint.kind == "ZeRO" and deepspeed.has_schedule(checkpoint.weights, reader)):
+    if is_prepared or (checkpoint.kind == "ZeRO" and deepspeed.has_schedule(checkpoint.weights)):
         raise UserError(
             f"{checkpoint.folder} holds a schedule that Accelerate prepared",
             why="its steps differ: Accelerate takes one for each rank, DeepSpeed one for all",
@@ -156,7 +149,6 @@ class _Conversion:
     command: ConvertCommand
     checkpoint: CheckpointLocation
     state: TrainingState
-    reader: FileReader
 
     @cached_property
     def origin(self) -> Origin:
@@ -165,7 +157,7 @@ class _Conversion:
 
     @cached_property
     def total_bytes(self) -> int:
-        return sum(prod(stored.shape) * ITEM_BYTES[stored.dtype] for stored in self.state.tensors.values())
+        return sum(stored.size_bytes for stored in self.state.tensors.values())
 
     @property
     def step(self) -> int:
@@ -173,31 +165,18 @@ class _Conversion:
         steps = [int(numbers.get("step", 0)) for numbers in self.state.numbers.values()]
         return completeness.step_of(self.checkpoint.folder) or max(steps, default=0)
 
-    @property
-    def engine(self) -> str:
-        return zero_name(self.command.stage) if self.command.stage else ANY_FSDP
-
-    @property
-    def ranks(self) -> int:
-        """The ranks of DeepSpeed that will resume OUT.
-
-        Raises:
-            UserError: their number is unknown.
-        """
-        if ranks := self.command.ranks or len(self._files_of_ranks) or self.origin.ranks:
-            return ranks
-        raise UsageError(
-            f"--to {self.command.to} without --ranks",
-            why=f"DeepSpeed has a file for each rank, and {self.checkpoint.folder} doesn't say how many there were",
-            fix="--ranks N",
-        )
-
-    @property
+    @cached_property
     def _files_of_ranks(self) -> list[Path]:
         """DeepSpeed's files of the ranks' optimizers."""
         return list(self.checkpoint.weights.glob(file_names.ZERO_OPTIMIZERS)) if self.checkpoint.kind == "ZeRO" else []
 
-    @property
+    @cached_property
+    def ranks(self) -> int:
+        """The ranks of DeepSpeed that will resume OUT."""
+        ranks = self.command.ranks or len(self._files_of_ranks) or self.origin.ranks
+        return ranks or self._not_given("ranks", "N", "has a file for each rank")
+
+    @cached_property
     def is_bf16(self) -> bool:
         """Whether the run that will resume OUT trains in bf16."""
         precision: str | None = self.command.mixed_precision
@@ -205,13 +184,14 @@ class _Conversion:
             precision = "bf16" if files[0].name.startswith(file_names.BF16) else "no"
         if precision == "src":
             precision = self.origin.settings.get("precision", {}).get("mixed_precision")
-        if precision is None:
-            raise UsageError(
-                f"--to {self.command.to} without --mixed-precision",
-                why=f"DeepSpeed's files have other names under bf16, and {self.checkpoint.folder} doesn't say which",
-                fix="--mixed-precision bf16, or no",
-            )
-        return precision == "bf16"
+        return (precision or self._not_given("mixed-precision", "bf16, or no", "names its files by it")) == "bf16"
+
+    def _not_given(self, flag: str, values: str, why: str) -> NoReturn:
+        raise UsageError(
+            f"--to {self.command.to} without --{flag}",
+            why=f"DeepSpeed {why}, and {self.checkpoint.folder} doesn't say it",
+            fix=f"--{flag} {values}",
+        )
 
     def run(self) -> None:
         """Writes all of OUT beside it, compares it with SRC, marks it as complete and renames it."""
@@ -224,7 +204,10 @@ class _Conversion:
                 self._copy_others(folder)
                 with console.progress("comparing", self.total_bytes) as progress:
                     self._compare(folder, progress)
-                completeness.seal(folder, replace(self.origin, engine=self.engine))
+                completeness.seal(
+                    folder,
+                    replace(self.origin, engine=zero_name(self.command.stage) if self.command.stage else ANY_FSDP),
+                )
             except (OSError, RuntimeError) as error:  # the latter is torch's, if it can't write or was interrupted
                 for cause in disks.chain(error):
                     if isinstance(cause, (SystemExit, KeyboardInterrupt)):
@@ -235,21 +218,16 @@ class _Conversion:
                     fix="free some space on that disk, or another OUT",
                 ) from error
 
-    def _write(self, folder: Path, progress: safetensors_writer.Progress) -> None:
+    def _write(self, folder: Path, progress: writer.Progress) -> None:
         if not self.command.stage:
-            fsdp_files.write(self.state, folder, self.reader, progress)
+            fsdp_files.write(self.state, folder, progress)
             return
         ranks, is_bf16 = self.ranks, self.is_bf16
-        with transformers_probe.aside() as pool:
-            companions = companion_files.find(self.checkpoint, self.command.model)
-            description = pool.submit(transformers_probe.describe, companions.folder).result()
+        description = transformers_probe.describe(companion_files.find(self.checkpoint, self.command.model).folder)
         rows, stage = self.origin.rows_per_step, self.command.stage
         layout = zero_files.ZeroLayout(self.state, description, stage, ranks, self.step, rows, is_bf16)
         name = file_names.TORCH_STEM if _is_of_loop(self.checkpoint) else f"{file_names.GLOBAL_STEP}{self.step}"
-        placed, threads = layout.place(folder, name), safetensors_writer.THREADS
-        safetensors_writer.write(placed, self.reader, threads, progress, sync=not self.command.no_sync)
-        for path in {placement.path for placement in placed}:
-            pth_writer.seal(path)
+        layout.write(folder, name, progress)
 
     def _copy_others(self, folder: Path) -> None:
         """Copies the files that any engine reads: schedule, log, random states, config, tokenizer."""
@@ -260,13 +238,17 @@ class _Conversion:
                 raise UserError(f"{path} links to nothing", why="OUT would lack it", fix="copy it again, or remove it")
             untrusted_files.copy(path, folder / path.name, within=self.checkpoint.folder)
 
-    def _compare(self, folder: Path, progress: safetensors_writer.Progress) -> None:
+    def _compare(self, folder: Path, progress: writer.Progress) -> None:
         """Reads OUT as any checkpoint, and refuses a tensor, a number or a group that differs from SRC's."""
         written = discover.look(folder)
         assert written is not None  # it was written just now
-        state = training_state.read(written, self.reader)
-        compared = differences.differences(self.state.tensors, state.tensors, self.reader, progress)
-        differing = next((f"{item.name} {item.why}" for item in compared if not item.is_equal), "")
+        state = training_state.read(written)
+        differing = next(iter(self.state.tensors.keys() ^ state.tensors.keys()), "")
+        for name, tensor in self.state.tensors.items() if not differing else ():
+            progress(tensor.size_bytes)
+            if not same_bytes(tensor, state.tensors[name]):
+                differing = name
+                break
         if not differing and (self.state.numbers != state.numbers or self.state.membership != state.membership):
             differing = "the optimizer's groups or steps"
         if differing:
@@ -279,11 +261,12 @@ class _Conversion:
     def lines(self) -> list[str]:
         """What was written, and how a run goes on from it."""
         out = self.command.out
+        engine = zero_name(self.command.stage) if self.command.stage else ANY_FSDP
         ranks = counted(self.ranks, "rank") if self.command.stage else "any number of ranks"
         tensors = f"{counted(len(self.state.tensors), 'tensor')}, {gb_or_mb(self.total_bytes)}"
         resume = f"train/sft.py --output_dir {out.parent} --resume_from_checkpoint true"
         if _is_of_loop(self.checkpoint):
-            resume = f'accel_fsdp.Checkpoints(accelerator, "{out.parent}").resume(), or accelerator.load_state("{out}")'
+            resume = f'accelerator.load_state("{out}")'
         elif completeness.choose(out.parent).newest != out:
             resume = f"train/sft.py --resume_from_checkpoint {out}"
-        return [f"{out}: {self.engine}, for {ranks}; {tensors}, equal to SRC's", f"resume: {resume}"]
+        return [f"{out}: {engine}, for {ranks}; {tensors}, equal to SRC's", f"resume: {resume}"]

@@ -1,118 +1,82 @@
-"""Writes Accelerate's sharded checkpoints of FSDP in one process, with one block of a tensor in memory.
+"""Writes Accelerate's sharded checkpoints of FSDP in one process, one tensor after another.
 
 FSDP1, FSDP2 and meshes read them on any number of ranks.
 """
 
 import mmap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from accel_fsdp.checkpoints import ITEM_BYTES, FileReader, Stored, file_names
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from accel_fsdp.checkpoints import Stored, file_names
 from accel_fsdp.conversion.training_state import GROUPS, PARAMS, TrainingState
-from accel_fsdp.exporter import safetensors_writer
-from accel_fsdp.library_internals import Internal
-
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed.checkpoint.metadata import MetadataIndex
-    from torch.distributed.checkpoint.planner import WriteItem
-
-RELIES_ON = (Internal("torch.distributed._checkpointable:_Checkpointable.__create_write_items__", "self fqn object"),)
-BLOCK_BYTES = 1 << 27
-"""The size of the parts in which a tensor is stored: as large as a rank's part of a large matrix."""
 
 
-class _Streamed:
-    """A tensor that torch's distributed checkpoints ask for part by part (`torch.distributed._checkpointable`)."""
+class _Planner(dcp.DefaultSavePlanner):  # type: ignore[misc, name-defined]
+    """Loads each tensor when it is written; what is saved holds tensors without content in their places.
 
-    def __init__(self, stored: Stored, reader: FileReader, progress: safetensors_writer.Progress) -> None:
-        self._stored, self._reader, self._progress = stored, reader, progress
-        self._item_bytes = ITEM_BYTES[stored.dtype]
+    torch 2.13 keeps all tensors of a file until its end, so that they share one buffer.
+    """
 
-    def __create_write_items__(self, fqn: str, object: object) -> "list[WriteItem]":
-        import torch
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+    def __init__(self, stored: dict[int, Stored], progress: Callable[[int], None]) -> None:
+        super().__init__()
+        self.stored, self.progress = stored, progress
+        self.buffer = mmap.mmap(-1, max((tensor.size_bytes for tensor in stored.values()), default=0) or 1)
 
-        whole, items = torch.Size(self._stored.shape), []
-        properties = TensorProperties.create_from_tensor(
-            torch.empty(0, dtype=safetensors_writer.torch_dtype(self._stored.dtype))
-        )
-        for first, rows in self._parts():
-            offsets = torch.Size((first, *(0 for _ in whole[1:])) if whole else ())
-            sizes = torch.Size((rows, *whole[1:]) if whole else ())
-            data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties, whole)
-            items.append(WriteItem(MetadataIndex(fqn, offsets), WriteItemType.SHARD, tensor_data=data))
-        return items
-
-    def part(self, index: "MetadataIndex", block: mmap.mmap) -> "torch.Tensor":
-        """Reads the part that `index` names into `block`, if it has room; valid until the next call."""
-        import torch
-
-        shape = self._stored.shape
-        first = index.offset[0] if index.offset else 0
-        rows = next(count for start, count in self._parts() if start == first)
-        sizes, row = (rows, *shape[1:]) if shape else (), prod(shape[1:])
-        dtype, size_bytes = safetensors_writer.torch_dtype(self._stored.dtype), prod(sizes) * self._item_bytes
-        if not size_bytes:
-            return torch.empty(sizes, dtype=dtype)
-        content = block if size_bytes <= len(block) else bytearray(size_bytes)
-        self._stored.read(self._reader, first * row, first * row + prod(sizes), memoryview(content)[:size_bytes])
-        self._progress(size_bytes)
-        return torch.frombuffer(content, dtype=dtype, count=prod(sizes)).view(sizes)
-
-    def _parts(self) -> Iterator[tuple[int, int]]:
-        """First row and number of rows of each part."""
-        shape = self._stored.shape
-        rows = shape[0] if shape else 1
-        row_bytes = prod(shape[1:]) * self._item_bytes
-        step = max(1, BLOCK_BYTES // max(row_bytes, 1))
-        yield from ((first, min(step, rows - first)) for first in range(0, max(rows, 1), step))
+    def lookup_object(self, index: Any) -> Any:
+        """The object at an index of the plan."""
+        value = self.state_dict[index.fqn]
+        stored = self.stored.get(id(value))
+        if stored is None:
+            return value
+        self.progress(stored.size_bytes)
+        if not stored.size_bytes:
+            return stored.load()
+        shared = torch.frombuffer(self.buffer, dtype=stored.dtype, count=prod(stored.shape))  # not a view: it is cloned
+        return shared.view(stored.shape).copy_(stored.load())
 
 
-def write(state: TrainingState, folder: Path, reader: FileReader, progress: safetensors_writer.Progress) -> None:
+def write(state: TrainingState, folder: Path, progress: Callable[[int], None]) -> None:
     """Writes weights and optimizer into `folder`; `progress` is called with each number of bytes.
 
     Raises:
         OSError: the disk is full.
         UserError: a tensor can't be read.
     """
-    import torch
+    stored: dict[int, Stored] = {}
 
-    def streamed(tensors: dict[str, Stored]) -> dict[str, Any]:
-        return {name: _Streamed(stored, reader, progress) for name, stored in tensors.items()}
+    def placed(tensors: dict[str, Stored]) -> dict[str, Any]:
+        blank = {name: torch.empty(s.shape, dtype=s.dtype, device="meta") for name, s in tensors.items()}
+        stored.update({id(blank[name]): tensor for name, tensor in tensors.items()})
+        return dict(blank)
 
-    states: dict[str, dict[str, Any]] = {name: streamed(parts) for name, parts in state.moments.items()}
+    states: dict[str, dict[str, Any]] = {name: placed(parts) for name, parts in state.moments.items()}
     for name, numbers in state.numbers.items():
         states.setdefault(name, {}).update({key: torch.tensor(number) for key, number in numbers.items()})
     groups = [{**group.settings, PARAMS: group.names} for group in state.groups]
-    _save({"model": streamed(state.weights)}, folder / file_names.SHARDED_MODEL)
-    _save({"optimizer": {"state": states, GROUPS: groups}}, folder / file_names.SHARDED_OPTIMIZER)
+    contents = {
+        file_names.SHARDED_MODEL: {"model": placed(state.weights)},
+        file_names.SHARDED_OPTIMIZER: {"optimizer": {"state": states, GROUPS: groups}},
+    }
+    for name, content in contents.items():
+        if failure := _saved(content, folder / name, _Planner(stored, progress)):
+            raise failure
 
 
-def _save(content: dict[str, Any], folder: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-
-    class Planner(dcp.DefaultSavePlanner):  # type: ignore[misc, name-defined]
-        block = mmap.mmap(-1, BLOCK_BYTES)
-        """For one part after the other: torch 2.13 holds the tensors of a file until its end."""
-
-        def lookup_object(self, index: "MetadataIndex") -> Any:
-            value = self.state_dict[index.fqn]
-            return value.part(index, self.block) if isinstance(value, _Streamed) else value
-
-    failure: BaseException | None = None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that this is a single process
-            writer = FileSystemWriter(folder, per_thread_copy_ahead=0)  # with a GPU, torch reads several parts ahead
-            dcp.save(content, storage_writer=writer, planner=Planner(), no_dist=True)  # type: ignore[attr-defined]
-    except CheckpointException as error:
-        failure = next(iter(error.failures.values()))[0]
-    if failure is not None:
-        raise failure
+def _saved(content: dict[str, Any], folder: Path, planner: _Planner) -> BaseException | None:
+    """Saves; returns the error of the one rank, which has no other context then."""
+    writer = FileSystemWriter(folder, per_thread_copy_ahead=0)  # with a GPU, torch reads several tensors ahead
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this is a single process
+        try:
+            dcp.save(content, storage_writer=writer, planner=planner, no_dist=True)  # type: ignore[attr-defined]
+        except CheckpointException as error:
+            return next(iter(error.failures.values()))[0]
+    return None

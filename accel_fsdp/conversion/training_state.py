@@ -4,18 +4,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from accel_fsdp.checkpoints import (
-    TORCH_NAMES,
     CheckpointLocation,
-    FileReader,
     Stored,
-    View,
     dcp,
     deepspeed,
+    discover,
     file_names,
     open_checkpoint,
-    part_of,
-    torch_zip,
+    saved_files,
 )
 from accel_fsdp.errors import UserError
 
@@ -55,21 +54,27 @@ class TrainingState:
         return {**self.weights, **moments}
 
 
-def read(checkpoint: CheckpointLocation, reader: FileReader) -> TrainingState:
+def read(checkpoint: CheckpointLocation) -> TrainingState:
     """Finds a checkpoint's training state.
 
     Raises:
         UserError: it has no optimizer, only an adapter, or its optimizer doesn't name its parameters or holds more
         than tensors.
     """
-    content = open_checkpoint.read(checkpoint, reader, optimizer=True)
+    content = open_checkpoint.read(checkpoint, optimizer=True)
+    if len(models := discover.models(checkpoint)) > 1:
+        raise UserError(
+            f"{checkpoint.folder} holds {len(models)} models",
+            why="a conversion is of one model and its optimizer",
+            fix="accel-fsdp export --which, and new runs from the weights",
+        )
     if content.adapter:
         raise UserError(
             f"{checkpoint.folder} is of an adapter",
             why="only checkpoints of full training are converted",
             fix="accel-fsdp export --merge-adapter, then a new run: train/sft.py --model_name_or_path OUT",
         )
-    groups, numbers, paths = _groups(checkpoint, reader)
+    groups, numbers, paths = _groups(checkpoint)
     lost = [path for path in paths if path.startswith("state.") and path not in content.optimizer]
     lost += [path for path in content.optimizer if path.startswith(f"{GROUPS}.")]
     if lost:
@@ -80,7 +85,7 @@ def read(checkpoint: CheckpointLocation, reader: FileReader) -> TrainingState:
         if path.startswith("state.") and stored.shape:
             moments.setdefault(name, {})[key] = stored
         elif path.startswith("state."):
-            numbers.setdefault(name, {})[key] = _number(reader, key, stored)
+            numbers.setdefault(name, {})[key] = _number(key, stored.load())
     if not groups:
         raise _no_optimizer(checkpoint)
     return TrainingState(content.tensors, moments, numbers, groups)
@@ -102,20 +107,18 @@ def _unknown(path: str) -> UserError:
     )
 
 
-def _groups(
-    checkpoint: CheckpointLocation, reader: FileReader
-) -> tuple[list[Group], dict[str, dict[str, float]], list[str]]:
+def _groups(checkpoint: CheckpointLocation) -> tuple[list[Group], dict[str, dict[str, float]], list[str]]:
     """The optimizer's groups, the numbers that DeepSpeed stores for each group at once, and the names of all states."""
     if checkpoint.kind == "ZeRO":
         numbers: dict[str, dict[str, float]] = {}
         groups = []
-        for names, settings, state in deepspeed.groups(checkpoint.weights, reader):
+        for names, settings, state in deepspeed.groups(checkpoint.weights):
             groups.append(Group(names, settings))
-            of_group = {key: _number(reader, key, value) for key, value in state.items()}
+            of_group = {key: _number(key, value) for key, value in state.items()}
             numbers |= {name: dict(of_group) for name in names if of_group}
         return groups, numbers, []
     if checkpoint.optimizer is not None:
-        listed = dcp.listed(checkpoint.optimizer, reader, lambda path: GROUPS in path)
+        listed = dcp.listed(checkpoint.optimizer, lambda path: GROUPS in path)
         by_number: dict[int, dict[str, Any]] = {}
         for path, value in listed.items():
             if len(path) >= 3 and path[-3] == GROUPS and path[-2].isdecimal():
@@ -124,7 +127,7 @@ def _groups(
         paths = [open_checkpoint.optimizer_name(path) for path in listed if "state" in path[:-1]]
     else:
         file = checkpoint.folder / file_names.FULL_OPTIMIZER
-        content = torch_zip.load(reader, file) if file.is_file() else {}
+        content = saved_files.load(file) if file.is_file() else {}
         stored, states = content.get(GROUPS, []), content.get("state", {})
         paths = [f"state.{name}.{key}" for name, state in states.items() for key in state]
     groups = [
@@ -135,14 +138,8 @@ def _groups(
     return [group for group in groups if all(isinstance(name, str) for name in group.names)], {}, paths
 
 
-def _number(reader: FileReader, key: str, value: Any) -> float:
+def _number(key: str, value: Any) -> float:
     """A number that may be stored as a tensor without dimensions."""
-    import torch
-
-    if isinstance(value, View):
-        value = value.stored("number")
-    if isinstance(value, (int, float)):
-        return float(value)
-    if not isinstance(value, Stored):
+    if not isinstance(value, (int, float, torch.Tensor)):
         raise _unknown(key)
-    return float(torch.frombuffer(part_of(reader, value, 0, 1), dtype=getattr(torch, TORCH_NAMES[value.dtype])))
+    return float(value)

@@ -1,20 +1,17 @@
-"""The command `accel-fsdp export`: find, plan, stream, verify, rename."""
+"""The command `accel-fsdp export`: find, plan, write, verify, rename."""
 
 import errno
 import json
 import re
 import time
-from concurrent.futures import Executor, Future
-from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+
+import torch
 
 from accel_fsdp import atomic_files, console, untrusted_files
 from accel_fsdp.checkpoints import (
     CheckpointLocation,
-    FileReader,
     Weights,
     discover,
     file_names,
@@ -23,42 +20,28 @@ from accel_fsdp.checkpoints import (
     store,
 )
 from accel_fsdp.config import DTYPES
-from accel_fsdp.errors import UsageError, UserError, nearest, require
+from accel_fsdp.errors import UsageError, UserError, nearest
 from accel_fsdp.exporter import (
     companion_files,
     hub,
     merge_lora,
-    pth_writer,
+    outcome,
     refusals,
-    safetensors_writer,
     transformers_probe,
     verification,
+    writer,
 )
 from accel_fsdp.exporter.companion_files import CompanionFiles
 from accel_fsdp.exporter.contents import Planner
-from accel_fsdp.exporter.flags import ExportCommand, Verify
-from accel_fsdp.exporter.safetensors_writer import THREADS, Output, TensorPlacement
+from accel_fsdp.exporter.flags import ExportCommand
+from accel_fsdp.exporter.transformers_probe import Description
 from accel_fsdp.exporter.verification import ExportReport
+from accel_fsdp.exporter.writer import Output
 from accel_fsdp.models import remote_code
-from accel_fsdp.units import gb_or_mb
+from accel_fsdp.units import counted, gb_or_mb
 
 SIZE = re.compile(r"\d+(\.\d+)?\s*[KMGT]B", re.IGNORECASE)
 """The sizes of huggingface_hub, without the negative ones that it accepts."""
-
-
-_before: tuple[Path, int] | None = None
-"""OUT of the export that runs, and the number of the folder that was there before; 0 for none."""
-
-
-def finished() -> str:
-    """A sentence that OUT has been replaced, for a command that is ended afterwards; empty before."""
-    if _before is None or _inode(_before[0]) in (0, _before[1]):
-        return ""
-    return f"after the export had finished: {_before[0]} is new and complete"
-
-
-def _inode(out: Path) -> int:
-    return out.stat().st_ino if out.exists() else 0
 
 
 def run(options: ExportCommand) -> int:
@@ -75,9 +58,7 @@ def run(options: ExportCommand) -> int:
     if options.push_to_hub:
         hub.check_name(options.push_to_hub)
     if options.check:
-        _require_transformers(options.verify)
-        with nullcontext() if options.verify == "bytes" else transformers_probe.aside() as pool:
-            report = verification.check(out, pool, options.allow_non_finite)
+        report = verification.check(out, options.verify == "load", options.allow_non_finite)
     else:
         report = exported(options)
     _show(report, options)
@@ -87,18 +68,19 @@ def run(options: ExportCommand) -> int:
 
 
 def show_list(options: ExportCommand) -> int:
-    checkpoints = list(map(_with_refused_pickles, discover.listed(options.src) or [discover.find(options.src)[0]]))
+    listed = discover.listed(options.src) or [discover.find(options.src)[0]]
+    checkpoints = [_with_refused_pickles(model) for item in listed for model in discover.models(item)]
     if options.json:
         keys = ("kind", "folder", "weights", "missing", "size_bytes")
         rows_of_keys = [{key: getattr(item, key) for key in keys} for item in checkpoints]
         console.put(json.dumps(rows_of_keys, indent=2, default=str), lines=True)
         return 0
     rows = [
-        (str(item.folder), item.kind, gb_or_mb(item.size_bytes), ", ".join(item.missing) or "nothing")
+        (str(item.folder), item.model_name, item.kind, gb_or_mb(item.size_bytes), ", ".join(item.missing) or "nothing")
         for item in checkpoints
     ]
     styles = ["yellow" if item.missing else "" for item in checkpoints]
-    console.show_table(("folder", "kind", "weights", "lacks"), rows, styles, whole=True)
+    console.show_table(("folder", "model", "kind", "weights", "lacks"), rows, styles, whole=True)
     return 0
 
 
@@ -118,19 +100,18 @@ def _required_out(options: ExportCommand) -> Path:
 
 def exported(options: ExportCommand) -> ExportReport:
     """Writes OUT, complete and verified, or not at all."""
-    global _before
     out = _required_out(options).resolve()
-    _before = out, _inode(out)
+    outcome.begin(out)
     try:
-        with store.fetched(options.src, out, partial(_is_read, options.with_optimizer)) as src:
+        with store.fetched(options.src, out, _is_read) as src:
             return _find_and_export(replace(options, src=src), out)
     except OSError as error:
         raise _disk_error(out, error) from error
 
 
-def _is_read(with_optimizer: bool, name: str) -> bool:
+def _is_read(name: str) -> bool:
     """Whether an export reads a file of a checkpoint."""
-    return with_optimizer or not name.startswith(file_names.SPARED)
+    return not name.startswith(file_names.SPARED)
 
 
 def _find_and_export(options: ExportCommand, out: Path) -> ExportReport:
@@ -138,17 +119,33 @@ def _find_and_export(options: ExportCommand, out: Path) -> ExportReport:
     checkpoint, newer = discover.find(options.src)
     for path in newer:
         console.say(f"passed over: {path}", style="yellow")
-    checkpoint = _model_or_adapter(checkpoint, options)
+    checkpoint = _one_model(_model_or_adapter(checkpoint, options), options)
     if checkpoint.kind == "adapter":
         checkpoint = _one_adapter(checkpoint, options.adapter)
     console.say(str(checkpoint), style="cyan")
     refusals.check_place(out, checkpoint, options.force)
-    discover.check_bytes(checkpoint, options.with_optimizer)
+    discover.check_bytes(checkpoint)
     if discover.has_lost_marker(checkpoint):
         what = "shards that were exchanged, or are of another step, go unnoticed"
         console.say(f"no {file_names.MARKER}: {what}", style="yellow")
-    with closing(FileReader()) as reader, transformers_probe.aside() as pool:
-        return _Export(options, out, checkpoint, reader, pool).run()
+    return _Export(options, out, checkpoint).run()
+
+
+def _one_model(checkpoint: CheckpointLocation, options: ExportCommand) -> CheckpointLocation:
+    """The model that `--which` names, or SRC itself, of several that one `Accelerator.save_state` wrote."""
+    models = {model.model_name: model for model in discover.models(checkpoint)}
+    is_named = (
+        options.src.is_file() or options.src.resolve() == checkpoint.weights.resolve() != checkpoint.folder.resolve()
+    )
+    if options.which is None and (len(models) == 1 or is_named):
+        return checkpoint
+    if options.which is None or options.which not in models:
+        raise UsageError(
+            f"{checkpoint.folder} holds {counted(len(models), 'model')}: {', '.join(models)}",
+            why="an export holds one of them, and it is unclear which is meant",
+            fix=f"--which {min(models)}, and --model with its config",
+        )
+    return models[options.which]
 
 
 def _model_or_adapter(checkpoint: CheckpointLocation, options: ExportCommand) -> CheckpointLocation:
@@ -170,19 +167,12 @@ def _one_adapter(checkpoint: CheckpointLocation, name: str | None) -> Checkpoint
 
 def _check_flags(options: ExportCommand) -> None:
     _check_dtype(options.dtype)
-    _require_transformers(options.verify)
     size = options.max_shard_size.strip()
     if not SIZE.fullmatch(size) or not float(size[:-2]):
         raise UsageError(
             f"--max-shard-size {options.max_shard_size} is not a size",
             why="it is how large a file may get",
             fix="such as 5GB",
-        )
-    if options.verify == "logits" and options.format == "pth":
-        raise UsageError(
-            "--verify logits with --format pth",
-            why="from_pretrained, which the logits are taken from, loads no .pth file",
-            fix="--verify load, or --format safetensors",
         )
 
 
@@ -195,106 +185,80 @@ def _check_dtype(dtype: str | None) -> None:
         )
 
 
-def _require_transformers(verify: Verify) -> None:
-    """Raises unless transformers is installed, which checks that load a model need; --verify bytes doesn't."""
-    if verify != "bytes":
-        require(f"--verify {verify}, unlike --verify bytes,", "transformers", "torch")
-
-
 @dataclass(frozen=True)
 class _Export:
-    """One export; `pool` calls transformers while the weights are streamed."""
+    """One export."""
 
     options: ExportCommand
     out: Path
     checkpoint: CheckpointLocation
-    reader: FileReader
-    pool: Executor
 
     def run(self) -> ExportReport:
         started, options = time.monotonic(), self.options
         companions = companion_files.find(self.checkpoint, options.model, options.merge_adapter, options.adapter)
         refusals.check_model(self.out, companions, self.checkpoint)
-        dtype_asked = companion_files.DTYPES[options.dtype] if options.dtype else None
-        model_described = self.pool.submit(
-            transformers_probe.describe, companions.folder, dtype_asked or companions.dtype
-        )
-        weights = open_checkpoint.read(self.checkpoint, self.reader, options.with_optimizer, options.adapter)
+        dtype = options.dtype or companions.dtype
+        description, unknown = self._described(companions, dtype)
+        shapes = description.memory if description else None
+        weights = open_checkpoint.read(self.checkpoint, adapter=options.adapter, shapes=shapes)
         is_adapter = bool(weights.adapter) and not options.merge_adapter
         refusals.check_weights(options, weights, companions)
         if options.merge_adapter:
-            self._check_adapter(weights, companions)
-        dtype = dtype_asked or (None if is_adapter else companions.dtype)
-        planner = Planner(weights, companions, self.reader, dtype, options.merge_adapter)
-        description, unknown = (
-            (None, "") if is_adapter else planner.described(model_described, by_name=options.verify == "bytes")
-        )
-        outputs = planner.outputs(description)
+            _check_adapter(weights, companions)
+        dtype = options.dtype if is_adapter else dtype
+        planner = Planner(weights, companions, _torch_dtype(dtype), options.merge_adapter)
+        outputs = planner.outputs(None if is_adapter else description)
         with atomic_files.replaced_folder(self.out, sync=not options.no_sync) as folder:
-            report = self._write_and_verify(folder, planner, outputs, is_adapter)
-            if unknown:
+            total = sum(output.size_bytes for output in outputs)
+            refusals.check_space(self.out, total, wide=any(output.dtype.itemsize >= 4 for output in outputs))
+            report = self._write_and_verify(folder, companions, dtype, outputs, is_adapter)
+            if unknown and not is_adapter:
                 console.say(f"names and ties are taken from the checkpoint: {unknown}", style="yellow")
             report.save(folder)
         return replace(report, seconds=round(time.monotonic() - started, 3))
 
-    def _check_adapter(self, weights: Weights, companions: CompanionFiles) -> None:
-        assert companions.adapter  # else `check_weights` raised
-        merge_lora.check_settings(companions.settings, trained_base=bool(weights.tensors))
-        describe, places = transformers_probe.describe_adapter, (companions.adapter, companions.folder)
+    def _described(self, companions: CompanionFiles, dtype: str | None) -> tuple[Description | None, str]:
+        """transformers' description of the model's files; under --verify bytes None if only its own code has it."""
         try:
-            description = self.pool.submit(describe, *places).result()
+            return transformers_probe.describe(companions.folder, _torch_dtype(dtype)), ""
         except remote_code.NeedsCode:
-            if self.options.verify != "bytes":
+            if self.options.verify != "bytes" or self.options.merge_adapter:
                 raise
-            base = weights.tensors or open_checkpoint.of_folder(companions.folder)
-            shapes = {name: tensor.shape for name, tensor in base.items()}
-            description = self.pool.submit(describe, *places, shapes).result()
-        merge_lora.check_saved(weights.adapter, *description)
+            return None, "transformers has no such model"
 
-    def _write_and_verify(self, folder: Path, planner: Planner, outputs: list[Output], adapter: bool) -> ExportReport:
-        """Writes headers and companion files first: from_pretrained needs only those, and loads them meanwhile."""
-        companions, options = planner.companions, self.options
-        placed = self._place(folder, outputs, planner.weights, adapter)
-        copied_files = companions.copy_adapter(folder) if adapter else companions.copy(folder, planner.dtype)
-        loading: Future[Any] | None = None
-        if options.verify != "bytes" and options.format == "safetensors":
-            describe, load = transformers_probe.describe_adapter, transformers_probe.loads
-            loading = (
-                self.pool.submit(describe, folder, companions.folder) if adapter else self.pool.submit(load, folder)
-            )
-        with console.progress("exporting", sum(placement.output.size_bytes for placement in placed)) as progress:
-            hashes = safetensors_writer.write(placed, self.reader, THREADS, progress, sync=not options.no_sync)
+    def _write_and_verify(
+        self, folder: Path, companions: CompanionFiles, dtype: str | None, outputs: list[Output], is_adapter: bool
+    ) -> ExportReport:
+        options, total = self.options, sum(output.size_bytes for output in outputs)
+        copied_files = companions.copy_adapter(folder) if is_adapter else companions.copy(folder, dtype)
+        stem, largest = (file_names.ADAPTER_STEM, total + 1) if is_adapter else ("model", options.max_shard_size)
+        with console.progress("exporting", total) as progress:
+            written = writer.write(outputs, folder, stem, largest, progress, sync=not options.no_sync)
         if options.format == "pth":
-            pth_writer.seal(folder / file_names.TORCH_MODEL)
-        report = ExportReport.of(self.checkpoint.folder.name, self.checkpoint.kind, placed, hashes, self.reader.check())
+            written = writer.as_pth(folder, written, sync=not options.no_sync)
+        report = ExportReport(self.checkpoint.folder.name, self.checkpoint.kind, written, ())
         with console.progress("verifying", report.size_bytes) as progress:
-            report = verification.verify(folder, report, THREADS, progress)
+            report = verification.verify(folder, report, progress)
         report = report if options.allow_non_finite else verification.check_finite(report)
         if copied_files:
             console.say(f"taken from {companions.run}: {', '.join(copied_files)}", style="cyan")
-        if loading is not None and adapter:
-            report = verification.same_as_peft(report, *loading.result())
-        elif loading is not None:
-            loading.result()
-            report = report.proven("names, shapes and ties are the config's, and from_pretrained loads all of it")
-        if options.verify == "logits":
-            report = verification.same_logits(folder, report, self.pool, self.checkpoint, companions)
-        return report
+        if options.verify == "bytes" or options.format == "pth":
+            return report
+        if is_adapter:
+            return verification.same_as_peft(report, *transformers_probe.describe_adapter(folder, companions.folder))
+        transformers_probe.loads(folder)
+        return report.proven("names, shapes and ties are the config's, and from_pretrained loads all of it")
 
-    def _place(self, folder: Path, outputs: list[Output], weights: Weights, adapter: bool) -> list[TensorPlacement]:
-        options = self.options
-        state = [Output(name, tensor.dtype, tensor) for name, tensor in sorted(weights.optimizer.items())]
-        total = sum(output.size_bytes for output in (*outputs, *state))
-        refusals.check_space(self.out, total, wide=any(output.dtype in ("F32", "F64") for output in outputs))
-        if options.format == "pth":
-            placed = pth_writer.place({output.name: output for output in outputs}, folder / file_names.TORCH_MODEL)
-        elif adapter:
-            placed = safetensors_writer.place(outputs, folder, file_names.ADAPTER_STEM, total + 1)
-        else:
-            placed = safetensors_writer.place(outputs, folder, "model", options.max_shard_size)
-        if state:
-            placed += safetensors_writer.place(state, folder, file_names.OPTIMIZER, options.max_shard_size)
-        return placed
+
+def _torch_dtype(name: str | None) -> torch.dtype | None:
+    return getattr(torch, name) if name else None
+
+
+def _check_adapter(weights: Weights, companions: CompanionFiles) -> None:
+    assert companions.adapter  # else `check_weights` raised
+    merge_lora.check_settings(companions.settings, trained_base=bool(weights.tensors))
+    description = transformers_probe.describe_adapter(companions.adapter, companions.folder)
+    merge_lora.check_saved(weights.adapter, *description)
 
 
 def _disk_error(out: Path, error: OSError) -> UserError:

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp import atomic_files, models, untrusted_files
-from accel_fsdp.checkpoints import TORCH_NAMES, CheckpointLocation, file_names, summary
+from accel_fsdp.checkpoints import CheckpointLocation, file_names, summary
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import transformers_probe
 
 COPIED = (
     *("generation_config.json", "*processor_config.json", "audio_tokenizer_config.json"),
-    *(file_names.CARD, file_names.CURVE),
+    file_names.CARD,
     *("tokenizer*.json", file_names.TOKENS_MAP, file_names.ADDED_TOKENS, "normalizer.json", "tekken.json"),
     *("vocab.json", "vocab.txt", "vocab.bpe", "merges.txt", "bpe.codes", "dict.txt", "emoji.json", "byte_maps.json"),
     *("*_vocab.json", "word_*.json", "tokenizer.model", "tiktoken.model", "spiece.model", "spm*.model", "*.spm"),
@@ -28,7 +28,7 @@ CODE_KEYS = frozenset({"auto_map", "custom_pipelines"})
 """Keys of configs that name Python files beside them."""
 OWN = "transformers."
 CARD_TAG = "accel-fsdp"
-DTYPES = {TORCH_NAMES[short]: short for short in ("F32", "BF16", "F16", "F64")}
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,12 @@ class CompanionFiles:
 
     @property
     def dtype(self) -> str | None:
+        """The name of the dtype in the config."""
         config = self.config
         inner = config.get("text_config")
         name = config.get("dtype") or config.get("torch_dtype") or (isinstance(inner, dict) and inner.get("dtype"))
-        return DTYPES.get(str(name).removeprefix("torch."))
+        short = str(name).removeprefix("torch.")
+        return short if short in DTYPES else None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -70,7 +72,7 @@ class CompanionFiles:
             config.pop("use_cache")  # Trainer turned it off; the model's own default comes back
         for part in (config, *(value for value in config.values() if isinstance(value, dict))):
             if dtype and (part is config or "dtype" in part):
-                part["dtype"] = next(name for name, short in DTYPES.items() if short == dtype)
+                part["dtype"] = dtype
         for key in ("torch_dtype", "transformers_weights"):  # they describe the original files
             config.pop(key, None)
         _write(target / file_names.CONFIG, _without_code(config))
@@ -114,7 +116,7 @@ def _files_of_run(run: Path) -> Iterator[Path]:
         if path.name == file_names.CARD:
             of_training = CARD_TAG in (untrusted_files.read_text(path, within=run) or "").partition("\n---")[0].split()
         else:
-            of_training = (run / file_names.RUN).is_file() if path.name == file_names.CURVE else is_model
+            of_training = is_model
         if of_training:
             yield path
 
@@ -197,14 +199,15 @@ def _folders_nearby(checkpoint: CheckpointLocation) -> Iterator[Path]:
     run = checkpoint.folder.parent
     for folder in (run / file_names.DESCRIBED, run / file_names.FINAL):
         untrusted_files.check_folder(folder, run)
-    untrusted_files.check_folder(checkpoint.folder / file_names.DESCRIBED, checkpoint.folder)
+    for name in (file_names.DESCRIBED, file_names.RANKS_CONFIG):
+        untrusted_files.check_folder(checkpoint.folder / name, checkpoint.folder)
     yield checkpoint.folder
     if (checkpoint.folder / file_names.TRAINER_STATE).is_file() or checkpoint.folder.name.startswith(
         ("checkpoint", "step", "epoch")
     ):
         yield from (run / file_names.DESCRIBED, run / file_names.FINAL, run)
     else:
-        yield checkpoint.folder / file_names.DESCRIBED
+        yield from (checkpoint.folder / file_names.DESCRIBED, checkpoint.folder / file_names.RANKS_CONFIG)
 
 
 def _base(near: tuple[Path, ...], adapter: Path | None) -> tuple[str, str | None] | None:

@@ -9,7 +9,7 @@ import tyro
 from accel_fsdp.config import DTYPES
 from accel_fsdp.flag_words import arg
 
-Verify = Literal["bytes", "load", "logits"]
+Verify = Literal["bytes", "load"]
 
 
 @dataclass(frozen=True)
@@ -38,20 +38,19 @@ class ExportCommand:
         arg("Dtype of the weights.", "{" + ",".join(DTYPES) + "}", default="the model's that was trained"),
     ] = None
     max_shard_size: Annotated[str, arg("Largest file, such as 5GB.", "SIZE")] = "50GB"
-    merge_adapter: Annotated[bool, arg("Merge LoRA or DoRA into the base model.")] = False
+    merge_adapter: Annotated[bool, arg("Merge the adapter into the base model.")] = False
     adapter: Annotated[
         Optional[str], arg("Which adapter, where SRC holds several, as PEFT calls them: default, ...", "NAME")
+    ] = None
+    which: Annotated[
+        Optional[str], arg("Which model, where SRC holds several, by its file or folder in --list.", "NAME")
     ] = None
     format: Annotated[Literal["safetensors", "pth"], arg("pth: a single file for torch.load, model.pth.")] = (
         "safetensors"
     )
-    with_optimizer: Annotated[bool, arg("Also write the optimizer's state: optimizer.safetensors.")] = False
     verify: Annotated[
         Verify,
-        arg(
-            "bytes: names, files and hashes; load: from_pretrained too; "
-            "logits: against the checkpoint loaded by torch, whole."
-        ),
+        arg("bytes: names, files and hashes; load: from_pretrained too."),
     ] = "load"
     allow_non_finite: Annotated[bool, arg("Accept weights that are NaN or infinite; count them.")] = False
     no_sync: Annotated[bool, arg("Don't wait until the disk has it all.")] = False

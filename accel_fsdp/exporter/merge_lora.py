@@ -1,35 +1,33 @@
-"""LoRA and DoRA adapters merged into their base, rows at a time: W + scale * B A, and DoRA's magnitudes.
+"""Adapters merged into their base: plain LoRA and rsLoRA tensor by tensor, W + scale * B A; any other kind by PEFT.
 
-The formulas are those of PEFT's `merge_and_unload` (peft 0.21, `tuners/lora/layer.py` and `variants.py`), in float32.
+The formula is that of PEFT's `merge_and_unload` (peft 0.21, `tuners/lora/layer.py`), in float32.
 """
 
+import copy
 import math
 import re
-import threading
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
-from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from accel_fsdp.checkpoints import (
-    FLOATS,
     LORA,
     TOKENS,
-    FileReader,
-    Source,
     Stored,
-    check_patterns,
+    Weights,
     file_names,
-    part_of,
+    of_tensor,
     pattern_of,
     plain,
+    safetensors_files,
+    short_name,
     tensor_names,
 )
 from accel_fsdp.errors import UserError
-from accel_fsdp.exporter.safetensors_writer import BLOCK_ELEMENTS, check_range, torch_dtype, whole
-
-if TYPE_CHECKING:
-    import torch
+from accel_fsdp.exporter import transformers_probe
+from accel_fsdp.exporter.companion_files import CompanionFiles
+from accel_fsdp.models import model_class, part_for, read_config
 
 KNOWN = frozenset(
     {
@@ -46,205 +44,95 @@ HARMLESS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 """Initialisations that leave the base as it was."""
 
 
-@dataclass(frozen=True)
-class Changed:
-    """A weight of the `base`, as training changed it; it is read in whole rows."""
-
-    name: str
-    dtype: str
-    base: Source
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.base.shape
-
-    @property
-    def unit(self) -> int:
-        return math.lcm(self.shape[1], self.base.unit)
-
-
-@dataclass(frozen=True)
-class Merged(Changed):
-    """One weight with its adapter, rounded to `dtype` once.
-
-    `turned`: the adapter's product is the transposed weight's, as in Conv1D and embeddings.
-    """
-
-    down: Stored
-    up: Stored
-    scale: float
-    magnitude: Stored | None = None
-    turned: bool = False
-    norms: "Norms" = field(default_factory=lambda: Norms(), compare=False)
-
-    def read(self, reader: FileReader, start: int, stop: int, buffer: memoryview) -> None:
-        import torch
-
-        weight = self.sum(reader, start, stop)
-        if self.magnitude is not None:
-            magnitude = whole(reader, self.magnitude).float().view(-1)
-            if self.turned:
-                weight *= magnitude / self.norms.across_rows(self, reader)
-            else:
-                rows = slice(start // self.shape[1], stop // self.shape[1])
-                weight *= (magnitude[rows] / torch.linalg.norm(weight, dim=1))[:, None]
-        rounded = torch.frombuffer(buffer, dtype=torch_dtype(self.dtype)).view_as(weight)
-        rounded.copy_(weight)
-        check_range(self.name, self.dtype, weight, rounded)
-
-    def sum(self, reader: FileReader, start: int, stop: int) -> "torch.Tensor":
-        """The sum of base and adapter for these rows, in float32."""
-        import torch
-
-        content = part_of(reader, self.base, start, stop)
-        rows = torch.frombuffer(content, dtype=torch_dtype(self.base.dtype)).view(-1, self.shape[1])
-        first, last = start // self.shape[1], stop // self.shape[1]
-        down, up = whole(reader, self.down).float(), whole(reader, self.up).float()
-        change = (down.T[first:last] @ up.T if self.turned else up[first:last] @ down) * self.scale
-        return rows.float() + change
-
-
-@dataclass
-class Norms:
-    """The norms of a weight's columns over all of its rows: computed once, some rows at a time."""
-
-    lock: Any = field(default_factory=threading.Lock)
-    lengths: "torch.Tensor | None" = None
-
-    def across_rows(self, weight: Merged, reader: FileReader) -> "torch.Tensor":
-        import torch
-
-        with self.lock:
-            if self.lengths is None:
-                squares = torch.zeros(weight.shape[1], dtype=torch.float64)
-                count, step = prod(weight.shape), max(1, BLOCK_ELEMENTS // weight.unit) * weight.unit
-                for start in range(0, count, step):
-                    squares += weight.sum(reader, start, min(start + step, count)).double().square().sum(dim=0)
-                self.lengths = squares.sqrt().float()
-            return self.lengths
-
-
-@dataclass(frozen=True)
-class Replaced(Changed):
-    """An embedding, some rows of which were trained: those of `tokens`, in this order in `rows`."""
-
-    rows: Stored
-    tokens: tuple[int, ...]
-
-    def read(self, reader: FileReader, start: int, stop: int, buffer: memoryview) -> None:
-        import torch
-
-        content = part_of(reader, self.base, start, stop)
-        rows = torch.frombuffer(buffer, dtype=torch_dtype(self.dtype)).view(-1, self.shape[1])
-        rows.copy_(torch.frombuffer(content, dtype=torch_dtype(self.base.dtype)).view_as(rows))
-        first, last = start // self.shape[1], stop // self.shape[1]
-        trained = whole(reader, self.rows)
-        for number, token in enumerate(self.tokens):
-            if first <= token < last:
-                rows[token - first] = trained[number]
-                check_range(self.name, self.dtype, trained[number], rows[token - first])
-
-
-@dataclass(frozen=True)
-class Merger:
-    """Merges one adapter into `tensors`, which it changes; changed weights have the dtype that `_dtype` returns.
-
-    `turned`: the transposed weights, by the layer's kind, as in PEFT; None if it depends on the settings alone.
-    """
-
-    tensors: dict[str, Source]
-    adapter: Mapping[str, Stored]
-    settings: Mapping[str, Any]
-    wanted_dtype: str | None
-    filed_as: Mapping[str, str] | None = None
-    turned: frozenset[str] | None = None
-
-    def lora(self, module: str) -> None:
-        """Replaces the weight of `module` by the merged one."""
-        down, up = (self.adapter.get(f"{module}.{name}.weight") for name in ("lora_A", "lora_B"))
-        is_embedding = f"{module}.lora_embedding_A" in self.adapter
-        if is_embedding:
-            down, up = (self.adapter.get(f"{module}.lora_embedding_{letter}") for letter in "AB")
-        if down is None or up is None:
-            raise _mismatch(f"one of the two matrices of {module} is missing")
-        target = self._target(module)
-        base, name = self.tensors[target], plain(f"{module}.").rstrip(".")
-        if base.dtype not in FLOATS:
-            raise _mismatch(f"{target} has no floating-point dtype but {base.dtype}")
-        by_settings = bool(self.settings.get("fan_in_fan_out"))
-        turned = is_embedding or (by_settings if self.turned is None else f"{name}.weight" in self.turned)
-        shape = (down.shape[1], up.shape[0]) if turned else (up.shape[0], down.shape[1])
-        if len(base.shape) != 2 or base.shape != shape:
-            raise _mismatch(f"{module} is {list(base.shape)} in the base and {list(shape)} in the adapter")
-        rank = _setting_of(name, self.settings.get("rank_pattern"), self.settings.get("r", 8))
-        if down.shape[0] != rank or not rank:
-            raise _mismatch(f"{module} has rank {down.shape[0]}, its settings say {rank}")
-        alpha = _setting_of(name, self.settings.get("alpha_pattern"), self.settings.get("lora_alpha", 8))
-        if not isinstance(alpha, int | float):
-            raise _mismatch(f"lora_alpha of {module} is {alpha}")
-        scale = alpha / (math.sqrt(rank) if self.settings.get("use_rslora") else rank)
-        magnitude = self.adapter.get(f"{module}.lora_magnitude_vector")
-        if (magnitude is not None) != bool(self.settings.get("use_dora")):
-            raise _mismatch(f"{module} has {'no' if magnitude is None else 'a'} magnitude, its settings say otherwise")
-        self.tensors[target] = Merged(target, self._dtype(base), base, down, up, scale, magnitude, turned)
-
-    def tokens(self, name: str) -> None:
-        """Puts separately trained rows (`trainable_token_indices`) into their embedding."""
-        target = self._target(name.removesuffix(TOKENS))
-        base, rows, listed = self.tensors[target], self.adapter[name], self.settings.get("trainable_token_indices")
-        if isinstance(listed, dict):
-            module = plain(f"{name.removesuffix(TOKENS)}.").rstrip(".")
-            listed = next((indices for key, indices in listed.items() if f".{module}".endswith(f".{key}")), None)
-        tokens = tuple(listed) if isinstance(listed, list) else ()
-        is_valid = all(isinstance(token, int) and 0 <= token < base.shape[0] for token in tokens)
-        if not is_valid or rows.shape != (len(tokens), *base.shape[1:]):
-            raise _mismatch(f"{name} is {list(rows.shape)}, its settings list {len(tokens)} tokens of {base.shape[0]}")
-        self.tensors[target] = Replaced(target, self._dtype(base), base, rows, tokens)
-
-    def _target(self, module: str) -> str:
-        return self.named(f"{plain(f'{module}.')}weight")
-
-    def named(self, name: str) -> str:
-        """The name of a model's tensor in the base, whose files may use other names."""
-        filed_name = name if self.filed_as is None else self.filed_as.get(name, name)
-        if filed_name not in self.tensors and self.settings.get("target_parameters"):
-            raise _unmergeable("with target_parameters")
-        if self.filed_as is not None and name not in self.filed_as and filed_name in self.tensors:
-            raise _unmergeable(f"on {name}, which the model's files hold in another layout,")
-        if filed_name not in self.tensors:
-            raise _mismatch(f"{filed_name} is not in the base")
-        return filed_name
-
-    def _dtype(self, base: Source) -> str:
-        """The dtype of the merge: float32 unless the base's is asked for, so that another dtype is rounded to once."""
-        return base.dtype if self.wanted_dtype in (None, base.dtype) else "F32"
+def is_plain(adapter: Collection[str], settings: Mapping[str, Any]) -> bool:
+    """Whether each change of the base is a product of two matrices, or a whole tensor."""
+    if settings.get("use_dora") or settings.get("target_parameters"):
+        return False
+    return not any("lora_embedding_" in name or "lora_magnitude" in name or TOKENS in name for name in adapter)
 
 
 def merged(
-    base: Mapping[str, Source],
+    base: Mapping[str, Stored],
     adapter: Mapping[str, Stored],
     settings: Mapping[str, Any],
-    wanted_dtype: str | None = None,
     filed_as: Mapping[str, str] | None = None,
     turned: frozenset[str] | None = None,
-) -> dict[str, Source]:
-    """The base with all of the adapter's changes.
+) -> dict[str, Stored]:
+    """The base with all of a plain adapter's changes; changed weights are in float32, to be rounded once.
 
-    Changed weights have the base's dtype, or float32 if `wanted_dtype` is another one. `filed_as`: the names of the
-    model's tensors in the base's files. `turned`: as in `Merger`.
+    `filed_as`: the names of the model's tensors in the base's files. `turned`: the weights that are stored transposed,
+    by the layer's kind; None if that depends on the settings alone.
     """
-    merger = Merger(dict(base), adapter, settings, wanted_dtype, filed_as, turned)
+    tensors = dict(base)
     for name, tensor in adapter.items():
-        if not LORA.search(name) and TOKENS not in name:  # fully trained, or an embedding stored with its adapter
-            merger.tensors[merger.named(plain(name))] = tensor
-    modules = list(dict.fromkeys(LORA.split(name)[0] for name in adapter if LORA.search(name)))
-    check_patterns(settings, map(tensor_names.module_of, modules))
-    for module in modules:
-        merger.lora(module)
-    for name in adapter:
-        if TOKENS in name:
-            merger.tokens(name)
-    return merger.tensors
+        if not LORA.search(name):  # trained as a whole
+            tensors[_named(plain(name), tensors, filed_as)] = tensor
+    for module in dict.fromkeys(LORA.split(name)[0] for name in adapter if LORA.search(name)):
+        target = _named(f"{plain(f'{module}.')}weight", tensors, filed_as)
+        tensors[target] = _merged_weight(module, target, tensors[target], adapter, settings, turned)
+    return tensors
+
+
+def _named(name: str, tensors: Mapping[str, Stored], filed_as: Mapping[str, str] | None) -> str:
+    """The name of a model's tensor in the base, whose files may use other names."""
+    filed_name = name if filed_as is None else filed_as.get(name, name)
+    if filed_as is not None and name not in filed_as and filed_name in tensors:
+        raise _unmergeable(f"on {name}, which the model's files hold in another layout,")
+    if filed_name not in tensors:
+        raise _mismatch(f"{filed_name} is not in the base")
+    return filed_name
+
+
+def _merged_weight(
+    module: str,
+    target: str,
+    base: Stored,
+    adapter: Mapping[str, Stored],
+    settings: Mapping[str, Any],
+    turned: frozenset[str] | None,
+) -> Stored:
+    down, up = (adapter.get(f"{module}.{name}.weight") for name in ("lora_A", "lora_B"))
+    if down is None or up is None:
+        raise _mismatch(f"one of the two matrices of {module} is missing")
+    if not base.dtype.is_floating_point:
+        raise _mismatch(f"{target} has no floating-point dtype but {short_name(base.dtype)}")
+    name = tensor_names.module_of(f"{module}.lora_A")
+    is_turned = bool(settings.get("fan_in_fan_out")) if turned is None else f"{name}.weight" in turned
+    shape = (down.shape[1], up.shape[0]) if is_turned else (up.shape[0], down.shape[1])
+    if base.shape != shape:
+        raise _mismatch(f"{module} is {list(base.shape)} in the base and {list(shape)} in the adapter")
+    rank = _setting_of(name, settings.get("rank_pattern"), settings.get("r", 8))
+    if down.shape[0] != rank or not rank:
+        raise _mismatch(f"{module} has rank {down.shape[0]}, its settings say {rank}")
+    alpha = _setting_of(name, settings.get("alpha_pattern"), settings.get("lora_alpha", 8))
+    if not isinstance(alpha, int | float):
+        raise _mismatch(f"lora_alpha of {module} is {alpha}")
+    scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+
+    def load() -> torch.Tensor:
+        product = up.load().float() @ down.load().float() * scale
+        return product.T.contiguous().add_(base.load()) if is_turned else product.add_(base.load())
+
+    return Stored(base.shape, torch.float32, load)
+
+
+def by_peft(weights: Weights, companions: CompanionFiles) -> dict[str, Stored]:
+    """The model with its adapter merged by PEFT, in float32 and whole in memory, by the names of the model's code."""
+    from peft import get_peft_model, set_peft_model_state_dict
+
+    config = read_config(str(companions.folder))
+    kind = model_class(config)
+    part = copy.deepcopy(part_for(kind, config))
+    if weights.tensors:
+        base = kind(part).float()
+        base.load_state_dict({name: stored.load() for name, stored in weights.tensors.items()}, strict=False)
+    else:
+        state = {name: t.load() for name, t in safetensors_files.of_folder(companions.folder).items()}
+        options = {"config": part, "state_dict": state, "dtype": torch.float32, "trust_remote_code": False}
+        base = kind.from_pretrained(None, **options)
+    model = get_peft_model(base, transformers_probe.peft_settings(companions.settings))
+    set_peft_model_state_dict(model, {name: stored.load() for name, stored in weights.adapter.items()})
+    return {name: of_tensor(tensor) for name, tensor in model.merge_and_unload().state_dict().items()}
 
 
 def check_saved(adapter: Collection[str], needed: Iterable[str], possible: Collection[str]) -> None:
@@ -315,8 +203,9 @@ def check_settings(settings: Mapping[str, Any], trained_base: bool) -> None:
 def _unmergeable(what: str) -> UserError:
     return UserError(
         f"an adapter {what} can't be merged here",
-        why="only plain LoRA and DoRA are merged in bounded memory; this one is computed in another way",
-        fix="export the adapter without --merge-adapter; where PEFT can merge it: merge_and_unload()",
+        why="the merge isn't the sum of its base and a product, or PEFT itself doesn't merge it",
+        fix="export the adapter without --merge-adapter; then in Python: model = PeftModel.from_pretrained("
+        "AutoModelForCausalLM.from_pretrained(BASE), OUT); model.merge_and_unload().save_pretrained(MERGED)",
     )
 
 

@@ -100,12 +100,6 @@ def check_weights(options: ExportCommand, weights: Weights, companions: Companio
             why="there is nothing to merge",
             fix="leave it out",
         )
-    if weights.adapter and options.verify == "logits" and not options.merge_adapter:
-        raise UsageError(
-            "--verify logits, and the adapter is not merged",
-            why="an adapter alone has no logits",
-            fix="--verify load, or --merge-adapter",
-        )
     if options.adapter and not weights.adapter:
         raise UsageError(
             f"--adapter {options.adapter}, and the checkpoint has no adapter",
@@ -121,12 +115,6 @@ def check_weights(options: ExportCommand, weights: Weights, companions: Companio
         )
     if weights.adapter and weights.tensors and not options.merge_adapter:
         _check_vocabulary(weights, companions)
-    if options.with_optimizer and not weights.optimizer:
-        raise UserError(
-            "--with-optimizer, and no optimizer state of tensors was found",
-            why="there are no optimizer tensors to export",
-            fix="leave it out, or export a checkpoint that was saved with its optimizer",
-        )
 
 
 def _check_vocabulary(weights: Weights, companions: CompanionFiles) -> None:

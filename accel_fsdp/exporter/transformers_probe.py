@@ -1,25 +1,14 @@
-"""Asks transformers and PEFT about a model's files, in a separate process.
+"""Asks transformers and PEFT about a model's files."""
 
-Importing torch and transformers takes longer than writing a gigabyte, and their memory comes on top.
-"""
-
-import os
-import re
-import sys
-import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Executor, Future
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp import untrusted_files
-from accel_fsdp.checkpoints import TORCH_NAMES, file_names, tensor_names
-from accel_fsdp.errors import UserError, is_installed, require
-from accel_fsdp.exporter.safetensors_writer import torch_dtype
-from accel_fsdp.exporter.second_process import SecondProcess
+from accel_fsdp.checkpoints import file_names
+from accel_fsdp.errors import UserError, require
 from accel_fsdp.models import (
     catalogue,
     first_line,
@@ -44,12 +33,6 @@ BEGINNINGS = frozenset(
     }
 )
 """Settings of an adapter's first weights, and of where its code and its base are."""
-MANY_MODULES = 400
-"""From this number of names on, PEFT compares all of them with each other (0.21, `_find_minimal_target_modules`)."""
-MANY_COMPARISONS = 50_000_000
-"""PEFT compares each module's name with each listed one: some 10 seconds."""
-EMBEDDING = re.compile(r"emb(?!ed_out)|wte")
-"""The pattern that separates the names of embeddings from those of linear layers, whose weights look alike."""
 FIX_CONFIG = "give the trained model: --model ID_OR_FOLDER"
 
 
@@ -70,49 +53,19 @@ class Description:
     files: dict[str, tuple[int, ...]]
     ties: tuple[tuple[str, ...], ...]
     converts: bool = False
-    wider: Mapping[str, str] = field(default_factory=dict)
+    wider: "Mapping[str, torch.dtype]" = field(default_factory=dict)
     filed_as: Mapping[str, str] = field(default_factory=dict)
     turned: frozenset[str] = frozenset()
     floating: frozenset[str] = frozenset()
 
 
-class InProcess(Executor):
-    """An executor that runs each function at once, in this process."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
-        """A future with the answer, or with the error that reading the answer raises."""
-        future: Future[Any] = Future()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # as in the other process: the answer contains what matters
-            try:
-                future.set_result(fn(*args, **kwargs))
-            except Exception as error:
-                future.set_exception(error)
-        return future
-
-
 @contextmanager
-def aside() -> Iterator[Executor]:
-    """Yields a separate process for this module's functions, which ends whenever this one ends.
-
-    A process that has loaded transformers already, such as a notebook's, or that can't load it, runs the functions
-    itself, and so does one on Windows, where a child gets no pipe from its parent.
-    """
-    can_load = is_installed("transformers") and is_installed("torch")
-    if "transformers" in sys.modules or not can_load or not hasattr(os, "fork"):
-        yield InProcess()
-        return
-    with SecondProcess() as pool:
-        yield pool
-
-
-@contextmanager
-def _create_on_meta(dtype: str | None) -> Iterator[None]:
+def _create_on_meta(dtype: "torch.dtype | None") -> Iterator[None]:
     """Creates new tensors on the meta device, in this dtype unless the model's code asks for another."""
     import torch
 
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch_dtype(dtype) if dtype else before)
+    torch.set_default_dtype(dtype or before)
     try:
         with torch.device("meta"):
             yield
@@ -120,7 +73,7 @@ def _create_on_meta(dtype: str | None) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def build(folder: Path, dtype: str | None = None) -> "nn.Module":
+def build(folder: Path, dtype: "torch.dtype | None" = None) -> "nn.Module":
     """The model of a folder's config on the meta device, as the class that the config names."""
     try:
         config = read_config(str(folder))
@@ -141,9 +94,10 @@ def build(folder: Path, dtype: str | None = None) -> "nn.Module":
     return model  # type: ignore[no-any-return]
 
 
-def describe(folder: Path, dtype: str | None = None) -> Description:
+def describe(folder: Path, dtype: "torch.dtype | None" = None) -> Description:
     """The tensors that an export with this folder's config and this dtype must hold."""
     require("the layout of this model's files", "transformers", "torch")
+    import torch
     from transformers.pytorch_utils import Conv1D
 
     from accel_fsdp.exporter import exported_folder
@@ -155,9 +109,8 @@ def describe(folder: Path, dtype: str | None = None) -> Description:
     tensors = _as_loaded(model, exported_folder.without_tied_copies(tensors, ties), dtype)
     saved = exported_folder.as_saved(model, tensors)  # expected_tensors would import PEFT, which takes a second
     memory, files = ({name: tuple(tensor.shape) for name, tensor in layout.items()} for layout in (tensors, saved))
-    wide_dtypes = {TORCH_NAMES[short]: short for short in ("F32", "F64") if dtype and short != dtype}
-    dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in saved.items()}
-    wider = {name: wide_dtypes[tensor] for name, tensor in dtypes.items() if tensor in wide_dtypes}
+    wide = {torch.float32, torch.float64} - {dtype} if dtype else set()
+    wider = {name: tensor.dtype for name, tensor in saved.items() if tensor.dtype in wide}
     converts = any(saved.get(name) is not tensor for name, tensor in tensors.items())
     names = {id(tensor): name for name, tensor in saved.items()}
     filed_as = {name: names[id(tensor)] for name, tensor in tensors.items() if id(tensor) in names}
@@ -174,11 +127,13 @@ def _floating(model: "nn.Module", *states: "Mapping[str, torch.Tensor]") -> froz
     )
 
 
-def _as_loaded(model: Any, tensors: "dict[str, torch.Tensor]", dtype: str | None) -> "dict[str, torch.Tensor]":
+def _as_loaded(
+    model: Any, tensors: "dict[str, torch.Tensor]", dtype: "torch.dtype | None"
+) -> "dict[str, torch.Tensor]":
     """The tensors in the dtypes that `from_pretrained` uses for a model that is loaded in `dtype`."""
     from transformers.core_model_loading import build_glob_alternation
 
-    plan = model._get_dtype_plan(torch_dtype(dtype)) if dtype else {}
+    plan = model._get_dtype_plan(dtype) if dtype else {}
     if not plan:
         return tensors
     pattern, by_group, _ = build_glob_alternation(list(plan))
@@ -188,15 +143,11 @@ def _as_loaded(model: Any, tensors: "dict[str, torch.Tensor]", dtype: str | None
     }
 
 
-def describe_adapter(
-    folder: Path, base: Path, by_name: Mapping[str, tuple[int, ...]] | None = None
-) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+def describe_adapter(folder: Path, base: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
     """The tensors of an adapter with this folder's settings, on the model of `base`.
 
     These are the tensors that its file must hold, and those that PEFT also saves if embeddings were adapted or have
     grown.
-
-    `by_name`: the shapes of the base's tensors, where only the base's own code can build it.
     """
     import torch
     from peft import get_peft_model, get_peft_model_state_dict
@@ -205,23 +156,7 @@ def describe_adapter(
         settings = peft_settings(untrusted_files.read_json(folder / file_names.ADAPTER_CONFIG) or {})
         adapts_parameters = bool(getattr(settings, "target_parameters", None))
         with torch.device("meta"):
-            base_model = build(base) if by_name is None else _stand_in(by_name)
-            settings.task_type = settings.task_type if by_name is None else None  # else PEFT asks for methods
-            names = [name for name, _ in base_model.named_modules()]
-            tensor_names.check_patterns(vars(settings), names)
-            entries_of = {key: vars(settings).get(key) or "" for key in ("target_modules", "exclude_modules")}
-            long_lists = {
-                key: kept for key, kept in entries_of.items() if not isinstance(kept, str) and len(kept) >= MANY_MODULES
-            }
-            shortened = {key: _fewest_endings(entries, names) for key, entries in long_lists.items()}
-            vars(settings).update(shortened)
-            if any(len(endings) * len(names) > MANY_COMPARISONS for endings in shortened.values()):
-                raise UserError(
-                    f"the adapter of {folder} lists {max(map(len, shortened.values())):,} of {len(names):,} modules",
-                    why="no shorter list chooses the same ones, and PEFT compares each of them with each module",
-                    fix="load it with PEFT, and merge_and_unload() or save_pretrained it",
-                )
-            model = get_peft_model(base_model, settings)
+            model = get_peft_model(build(base), settings)
         if getattr(settings, "target_parameters", None) and not adapts_parameters:
             raise UserError(
                 f"the adapter of {folder} holds matrices of single experts, which transformers 5 holds in one tensor",
@@ -240,44 +175,6 @@ def describe_adapter(
             why="the tensors that the file must hold are unknown",
             fix="give the trained model: --model ID_OR_FOLDER",
         ) from error
-
-
-def _fewest_endings(listed: Iterable[str], modules: list[str]) -> set[str]:
-    """The shortest name endings that select the same modules as the listed ones; a listed one if they select none."""
-    endings = {}
-    for name in modules:
-        parts = name.split(".")
-        endings[name] = [".".join(parts[start:]) for start in reversed(range(len(parts)))]
-    listed = set(listed)
-    chosen = [name for name in modules if not listed.isdisjoint(endings[name])]
-    all_with = Counter(ending for name in modules for ending in endings[name])
-    chosen_with = Counter(ending for name in chosen for ending in endings[name])
-    return {next(end for end in endings[name] if chosen_with[end] == all_with[end]) for name in chosen} or {min(listed)}
-
-
-def _stand_in(shapes: Mapping[str, tuple[int, ...]]) -> "nn.Module":
-    """A model of linear layers and embeddings with these tensors."""
-    import torch
-    from torch import nn
-
-    model = nn.Module()
-    matrices = {name for name, shape in shapes.items() if name.endswith(".weight") and len(shape) == 2}
-    for name in (*sorted(matrices), *sorted(shapes.keys() - matrices)):
-        *path, last = name.removesuffix(".weight").split(".") if name in matrices else name.split(".")
-        holder = model
-        for part in path:
-            if part not in holder._modules:
-                holder.add_module(part, nn.Module())
-            holder = holder.get_submodule(part)
-        if name in matrices:
-            rows, columns = shapes[name]
-            is_embedding = EMBEDDING.search(last)
-            holder.add_module(
-                last, nn.Embedding(rows, columns) if is_embedding else nn.Linear(columns, rows, bias=False)
-            )
-        else:
-            holder.register_parameter(last, nn.Parameter(torch.empty(shapes[name])))
-    return model
 
 
 def peft_settings(settings: Mapping[str, Any]) -> "PeftConfig":

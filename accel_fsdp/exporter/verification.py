@@ -1,63 +1,31 @@
 """Verifies an export: reopens its files and compares them with the report from when they were written."""
 
-import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
-from contextlib import closing
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from accel_fsdp import __version__, untrusted_files
-from accel_fsdp.checkpoints import (
-    ITEM_BYTES,
-    CheckpointLocation,
-    FileReader,
-    damaged,
-    discover,
-    file_names,
-    open_checkpoint,
-    safetensors_header,
-    summary,
-)
+from accel_fsdp.checkpoints import discover, file_names, marker, open_checkpoint, safetensors_header
 from accel_fsdp.errors import UserError
-from accel_fsdp.exporter import compare_logits, pth_writer, transformers_probe
-from accel_fsdp.exporter.companion_files import CompanionFiles
-from accel_fsdp.exporter.safetensors_writer import THREADS, Output, Progress, TensorPlacement, reread
-from accel_fsdp.units import MIB, counted, gb_or_mb
+from accel_fsdp.exporter import transformers_probe, writer
+from accel_fsdp.exporter.writer import Progress, Written
+from accel_fsdp.units import counted, gb_or_mb
 
-READ_BYTES = MIB
 CODE = frozenset({".py", ".pyc", ".so"})
 HASH = re.compile(r"[0-9a-f]{32}")
 Shapes = Mapping[str, tuple[int, ...]]
-MERGED = 1e-4
-"""The largest difference of a merge in float32 from PEFT's, relative to the largest logit."""
-
-
-@dataclass(frozen=True)
-class Written:
-    """One tensor of an export. `hash`: XXH3-128 over the XXH3-128 of its blocks of `block` elements."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    file: str
-    block: int
-    hash: str
-
-    @property
-    def size_bytes(self) -> int:
-        return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class ExportReport:
     """The exported tensors and the checks that they passed; `export.json` in the exported folder.
 
-    `papers`: the SHA-256 of each other file except the card, which people edit; empty until the report is saved.
+    `papers`: the hash of each other file except the card, which people edit; empty until the report is saved.
     `non_finite`: the count of NaN or infinite numbers, for the tensors that hold any.
     """
 
@@ -68,18 +36,6 @@ class ExportReport:
     seconds: float = 0.0
     papers: dict[str, str] = field(default_factory=dict)
     non_finite: dict[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls, source: str, kind: str, placed: Sequence[TensorPlacement], hashes: Mapping[str, str], checksums: int
-    ) -> "ExportReport":
-        tensors = {
-            out.name: Written(out.dtype, out.source.shape, placement.path.name, out.block, hashes[out.name])
-            for placement in placed
-            for out in [placement.output]
-        }
-        checks = (f"{checksums} checksums of the checkpoint's files",) if checksums else ()
-        return cls(source, kind, tensors, checks)
 
     @property
     def size_bytes(self) -> int:
@@ -112,7 +68,7 @@ def read_report(folder: Path) -> ExportReport | None:
         return None
     try:
         tensors = {str(name): _written_tensor(entry) for name, entry in content["tensors"].items()}
-        hashes = {str(name): str(sha) for name, sha in content["papers"].items()}
+        hashes = {str(name): str(digest) for name, digest in content["papers"].items()}
         if not hashes:
             raise ValueError("no hashes of config and tokenizer")
         return ExportReport(str(content["source"]), str(content["kind"]), tensors, (), papers=hashes)
@@ -123,30 +79,22 @@ def read_report(folder: Path) -> ExportReport | None:
 def _written_tensor(entry: Mapping[str, Any]) -> Written:
     if not HASH.fullmatch(entry["hash"]):
         raise ValueError("no hash")
-    shape, block = tuple(map(int, entry["shape"])), int(entry["block"])
-    if min((block, *shape)) < 0:
-        raise ValueError("a size below 0")
-    return Written(entry["dtype"], shape, entry["file"], block, entry["hash"])
+    return Written(entry["dtype"], tuple(map(int, entry["shape"])), entry["file"], entry["hash"])
 
 
 def _companion_hashes(folder: Path) -> dict[str, str]:
-    """The SHA-256 by name of all files except weights and hidden files, which are git's and the hub's."""
+    """The hash by name of all files except weights and hidden files, which are git's and the hub's."""
     names = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
-    return {
-        name.as_posix(): _sha(folder / name, folder)
-        for name in names
-        if str(name) not in (file_names.REPORT, file_names.CARD)
-        and not any(part.startswith(".") for part in name.parts)
-        and not (len(name.parts) == 1 and name.suffix in file_names.EXPORTED)
-    }
-
-
-def _sha(path: Path, folder: Path) -> str:
-    digest = hashlib.sha256()
-    with untrusted_files.opened(path, within=folder) as file:
-        while content := file.read(READ_BYTES):
-            digest.update(content)
-    return digest.hexdigest()
+    return marker.hashes_of(
+        folder,
+        [
+            name.as_posix()
+            for name in names
+            if str(name) not in (file_names.REPORT, file_names.CARD)
+            and not any(part.startswith(".") for part in name.parts)
+            and not (len(name.parts) == 1 and name.suffix in file_names.EXPORTED)
+        ],
+    )
 
 
 def _check_links(folder: Path) -> None:
@@ -175,7 +123,7 @@ def _check_code(folder: Path, report: ExportReport | None) -> None:
 def _check_companions(folder: Path, report: ExportReport) -> ExportReport:
     hashes = _companion_hashes(folder)
     missing, extra = report.papers.keys() - hashes.keys(), hashes.keys() - report.papers.keys()
-    changed = (name for name, sha in report.papers.items() if hashes.get(name, sha) != sha)
+    changed = (name for name, digest in report.papers.items() if hashes.get(name, digest) != digest)
     problems = [
         *(f"{name} is missing" for name in sorted(missing)),
         *(f"{name} was changed after the export" for name in changed),
@@ -190,29 +138,11 @@ def _check_companions(folder: Path, report: ExportReport) -> ExportReport:
     return report.proven(f"{len(hashes)} other files are unchanged")
 
 
-def verify(folder: Path, report: ExportReport, threads: int, progress: Progress) -> ExportReport:
+def verify(folder: Path, report: ExportReport, progress: Progress) -> ExportReport:
     """Reopens all files: names, shapes, dtypes and hashes must be those of the report."""
-    paths = [path for path in sorted(folder.iterdir()) if path.suffix in file_names.EXPORTED]
-    files = {written.file for written in report.tensors.values()}
-    if unknown := next((path.name for path in paths if path.name not in files), ""):
-        raise damaged(folder, f"holds {unknown}, which was not exported")  # even an empty file may be loaded as weights
-    in_files = {path.name: _tensors(path) for path in paths}
-    placements = []
-    for name, written in report.tensors.items():
-        header = in_files.get(written.file, {}).pop(name, None)
-        if header is None or (header.dtype, header.shape) != (written.dtype, written.shape):
-            raise damaged(folder / written.file, f"doesn't hold {name} as {written.dtype} {list(written.shape)}")
-        output = Output(name, written.dtype, _Blocks(written.dtype, written.shape, max(1, written.block)))
-        placements.append(TensorPlacement(output, folder / written.file, header.start))
-    extra = [name for tensors in in_files.values() for name in tensors]
-    if extra:
-        raise damaged(folder, f"holds {extra[0]}, which was not exported")
-    hashes, non_finite = reread(placements, threads, progress)
-    for name, hashed in hashes.items():
-        if report.tensors[name].hash not in ("", hashed):
-            raise damaged(folder / report.tensors[name].file, f"is damaged: {name} was changed after the export")
+    non_finite = writer.reread(folder, report.tensors, progress)
     hashed_too = ", and the hash of each tensor" if any(written.hash for written in report.tensors.values()) else ""
-    report = replace(report, non_finite=dict(sorted(non_finite.items())))
+    report = replace(report, non_finite=non_finite)
     return report.proven(f"files reopened: names, shapes, dtypes{hashed_too}")
 
 
@@ -234,27 +164,6 @@ def _non_finite(report: ExportReport) -> str:
     return f"{amount} NaN or infinite, in {tensors} of {counted(len(report.tensors), 'tensor')}"
 
 
-def _tensors(path: Path) -> dict[str, safetensors_header.Tensor]:
-    if path.suffix != file_names.SAFETENSORS:
-        return pth_writer.tensors_in(path)
-    tensors = summary.tensors_of(path)
-    if tensors is None:
-        raise damaged(path, "is damaged or cut short")
-    return tensors
-
-
-@dataclass(frozen=True)
-class _Blocks:
-    """The shape and block size of a tensor for a check that only reads it again."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    unit: int
-
-    def read(self, reader: FileReader, start: int, stop: int, buffer: memoryview) -> None:
-        raise NotImplementedError
-
-
 def same_as_peft(report: ExportReport, needed: Shapes, possible: Shapes) -> ExportReport:
     """Compares an exported adapter with the tensors that PEFT creates for its settings: needed and possible ones."""
     stem = file_names.ADAPTER_STEM
@@ -271,14 +180,14 @@ def same_as_peft(report: ExportReport, needed: Shapes, possible: Shapes) -> Expo
     return report.proven("names and shapes are those that PEFT expects")
 
 
-def check(folder: Path, pool: Executor | None, allow_non_finite: bool = False) -> ExportReport:
-    """Verifies an exported folder against its report, if it has one, and by loading it."""
+def check(folder: Path, by_loading: bool, allow_non_finite: bool = False) -> ExportReport:
+    """Verifies an exported folder against its report, if it has one, and on request by loading it."""
     report = read_report(folder)
     _check_links(folder)
     _check_code(folder, report)
     if report is not None:
         report = _check_companions(folder, report)
-    report = verify(folder, report or _report_from_headers(folder), THREADS, lambda _: None)
+    report = verify(folder, report or _report_from_headers(folder), lambda _: None)
     report = report if allow_non_finite else check_finite(report)
     if not (folder / file_names.CONFIG).is_file() and not any(
         written.file.startswith(file_names.ADAPTER_STEM) for written in report.tensors.values()
@@ -288,12 +197,8 @@ def check(folder: Path, pool: Executor | None, allow_non_finite: bool = False) -
             why="from_pretrained needs it",
             fix="put it back, or export the model again",
         )
-    if (
-        pool is not None
-        and (folder / file_names.CONFIG).is_file()
-        and not any(folder.glob(f"*{file_names.TORCH_EXPORT}"))
-    ):
-        pool.submit(transformers_probe.loads, folder).result()
+    if by_loading and (folder / file_names.CONFIG).is_file() and not any(folder.glob(f"*{file_names.TORCH_EXPORT}")):
+        transformers_probe.loads(folder)
         report = report.proven("from_pretrained loads all of it")
     return report
 
@@ -310,24 +215,9 @@ def _report_from_headers(folder: Path) -> ExportReport:
             why="there is nothing to verify",
             fix="export it (again): accel-fsdp export SRC OUT",
         )
-    with closing(FileReader()) as reader:
-        opened = open_checkpoint.read(checkpoint, reader)
-    stored = {**opened.tensors, **opened.adapter}
-    tensors = {name: Written(t.dtype, t.shape, t.pieces[0].record.path.name, 0, "") for name, t in stored.items()}
+    open_checkpoint.read(checkpoint)  # the index and the files agree
+    paths = [path for path in sorted(folder.iterdir()) if path.suffix == file_names.SAFETENSORS]
+    headers = {path.name: safetensors_header.read(path) for path in paths}
+    tensors = {name: Written(t.dtype, t.shape, file, "") for file, of in headers.items() for name, t in of.items()}
     checks = ("all files there and whole; no report to compare hashes with",)
     return ExportReport(folder.name, checkpoint.kind, tensors, checks)
-
-
-def same_logits(
-    folder: Path, report: ExportReport, pool: Executor, checkpoint: CheckpointLocation, companions: CompanionFiles
-) -> ExportReport:
-    """Compares the export's logits with those of the checkpoint, which torch, PEFT or DeepSpeed load whole."""
-    difference, largest = pool.submit(compare_logits.difference, folder, checkpoint, companions).result()
-    exact = companions.adapter is None
-    if difference > (0 if exact else MERGED * largest):
-        raise UserError(
-            f"the export's logits differ from the checkpoint's by {difference:g} (the largest is {largest:g})",
-            why="it differs from the trained model",
-            fix="please report this with the checkpoint's config.json, adapter_config.json or .metadata",
-        )
-    return report.proven(f"logits as of the checkpoint loaded by its own library, largest difference {difference:g}")

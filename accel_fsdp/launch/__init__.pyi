@@ -9,6 +9,5 @@ from .flags import LaunchCommand as LaunchCommand
 from .flags import PlaceFlags as PlaceFlags
 from .hang_watch import Watchdog as Watchdog
 from .hangs import Patience as Patience
-from .store import FAILED as FAILED
 from .store import Address as Address
 from .store import JsonStore as JsonStore

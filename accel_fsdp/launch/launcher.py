@@ -21,11 +21,10 @@ from accel_fsdp.config import DDP_TYPES, DEFAULT_PORT, DISTRIBUTED_TYPES, MULTI_
 from accel_fsdp.errors import UserError, require
 from accel_fsdp.launch import agreement, child_process, ranks, rendezvous, roll_call
 from accel_fsdp.launch.place import NOWHERE, Place
-from accel_fsdp.launch.store import FAILED, Address
+from accel_fsdp.launch.store import Address
 from accel_fsdp.launch_environment import (
     ALLOCATOR_VARIABLES,
     EXPANDABLE_SEGMENTS,
-    LAUNCHERS_ADDRESS,
     MACHINE_RANK,
     USE_CPU,
     LaunchEnvironment,
@@ -58,9 +57,6 @@ MPI_STARTERS = ("mpirun", "mpiexec")
 
 MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 """Variables in which Accelerate finds the number of ranks that mpirun has started."""
-
-TELL_SECONDS = 2.0
-"""Seconds to try to reach the other launchers, because one of them may have ended."""
 
 C10D = "c10d"
 """torchrun's rendezvous in which machines may join in any order."""
@@ -314,8 +310,6 @@ def launch(args: Any, wait_seconds: float = 600.0, hang_seconds: float | None = 
                 launch_command(parsed)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if address:
-            _report_failure(f"rank {rank} ended with {child_process.described(failure.exitcode)}")
         return _show_end(f"rank {rank}", failure.exitcode)
     except subprocess.CalledProcessError as error:
         return _show_end("DeepSpeed's launcher", error.returncode)
@@ -361,14 +355,3 @@ def _connect_machines(args: Any, address: str, seconds: float) -> None:
     port = int(place.value("main_process_port", DEFAULT_PORT))
     roll_call.wait_for_machines(launcher, Address(address, port, hosts=False), seconds, settings)
     os.environ[MACHINE_RANK] = str(launcher.rank)  # torchrun numbers the machines by itself
-    os.environ[LAUNCHERS_ADDRESS] = f"{port} {address}"
-
-
-def _report_failure(what: str) -> None:
-    """Reports this machine's failure to the ranks of the other machines, through the store where the launchers meet."""
-    launch = LaunchEnvironment.now()
-    address, port = launch.launchers_address
-    if address:
-        with contextlib.suppress(RuntimeError):
-            store = Address(address, port, hosts=False).open(TELL_SECONDS)
-            store.agree(FAILED, f"machine {launch.machine_rank} ({socket.gethostname()}) failed: {what}")

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 PREFIX = "accel_fsdp/machines"
 EVERY_SECONDS = 0.05
-FAILED = "failed"
-"""The name under which a launcher reports that a rank of its machine has failed."""
 ANSWER_SECONDS = 3.0
 """Seconds that are added to the store's own timeout."""
 

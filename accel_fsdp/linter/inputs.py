@@ -81,10 +81,9 @@ def read_given(sources: Sources) -> Subject:
     script = None if sources.script is None else _script_text(sources.script)
     checkpoint = None
     if sources.checkpoint is not None:
-        from accel_fsdp.checkpoints import read_checkpoint, store
+        from accel_fsdp.checkpoints import read_checkpoint
 
-        with store.outlined(sources.checkpoint) as folder:
-            checkpoint = read_checkpoint(folder)
+        checkpoint = read_checkpoint(sources.checkpoint)
     args = None if sources.args is None else _arguments(sources.args, arguments)
     given = Subject({}, model=None if sources.model is None else _read_model(sources.model), checkpoint=checkpoint)
     given = _with_command(given, command_words(arguments), args)

@@ -7,13 +7,12 @@ pass.
 import math
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp.checkpoints import FileReader, discover, file_names, open_checkpoint, tensor_names
+from accel_fsdp.checkpoints import discover, file_names, tensor_names
 from accel_fsdp.config import Engine, JobConfig
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch.ranks import Holding, RankEvent, holding
@@ -335,10 +334,11 @@ def _flaw(folder: Path, weights: int) -> str:
 
 def _elements(checkpoint: discover.CheckpointLocation) -> tuple[int, bool]:
     """The number of weights in a checkpoint, and whether they are an adapter's, which is saved without its base."""
+    from accel_fsdp.checkpoints import open_checkpoint, safetensors_files  # they import torch
+
     if checkpoint.kind in discover.EXPORTED:
-        count = sum(math.prod(tensor.shape) for tensor in open_checkpoint.of_place(checkpoint.weights).values())
+        count = sum(math.prod(tensor.shape) for tensor in safetensors_files.of_place(checkpoint.weights).values())
         return count, checkpoint.kind == "adapter"
-    with closing(FileReader()) as reader:
-        content = open_checkpoint.read(checkpoint, reader)
+    content = open_checkpoint.read(checkpoint)
     count = sum(math.prod(tensor.shape) for part in (content.tensors, content.adapter) for tensor in part.values())
     return count, bool(content.adapter)

@@ -33,9 +33,9 @@ DROPPED = (
     *("dataloader_num_workers", "accelerate_config", "profile_steps", "checkpoint_uri", "upload_timeout"),
 )
 """Arguments without meaning for few steps of few rows."""
-OF_OWN_ROWS = ("columns", "dataset_text_field", "prompt_template", "completion_template")
+OF_OWN_ROWS = ("columns", "dataset_text_field")
 """Arguments that made-up rows don't need."""
-OF_ANSWERS = ("assistant_only_loss", "completion_only_loss", "prompt_template", "columns")
+OF_ANSWERS = ("assistant_only_loss", "completion_only_loss", "columns")
 """Arguments that restrict the loss to answers."""
 WHOLE = columns.ALIASES["messages"]
 """The columns that are trained as a whole without those arguments."""

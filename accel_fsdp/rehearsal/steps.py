@@ -158,10 +158,10 @@ class SftRehearsal:
         out = self.launcher.folder / "exported"
         words = ["export", str(self._output("killed")), str(out), "--model", str(self.small.model.folder)]
         merged = ["--merge-adapter"] if self.run.adapter else []
-        outcome = self.launcher.python("export", "accel_fsdp", [*words, "--verify", "logits", *merged])
+        outcome = self.launcher.python("export", "accel_fsdp", [*words, "--verify", "load", *merged])
         if outcome.code:
             raise Failure("the checkpoint can't be exported", output=outcome.tail)
-        return "every tensor read back; its logits are the checkpoint's"
+        return "every tensor read back, and from_pretrained loads it"
 
     def reload(self) -> str:
         """Loads the run's export in a new process, and compares its logits with those of one process."""

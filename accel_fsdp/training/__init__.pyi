@@ -4,6 +4,7 @@ from . import divergence as divergence
 from . import export as export
 from . import flag_values as flag_values
 from . import load_model as load_model
+from . import loading as loading
 from . import losses as losses
 from . import mesh as mesh
 from . import patches as patches

@@ -11,7 +11,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import HfArg
 
 from accel_fsdp import console, cpu, flag_words, models
-from accel_fsdp.config import EXPERT_FLAG, Method, yaml_file
+from accel_fsdp.config import EXPERT_FLAG, Method
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 from accel_fsdp.launch import launcher
 from accel_fsdp.launch_environment import LaunchEnvironment
@@ -98,8 +98,8 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
 
     accelerate_config: str | None = HfArg(
         default=None,
-        help="The Accelerate YAML, under torchrun (the number of processes is torchrun's) and on TPU. "
-        "Under accelerate launch it is --config_file instead.",
+        help="The Accelerate YAML, under torchrun (the number of processes is torchrun's). Under accelerate launch it "
+        "is --config_file instead.",
     )
 
     early_stopping_patience: int | None = HfArg(
@@ -170,15 +170,12 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
         launch = LaunchEnvironment.now()
         if launch.uses_deepspeed:  # Trainer stops where its own flags differ from what the YAML told DeepSpeed
             self.bf16, self.fp16 = launch.mixed_precision == "bf16", launch.mixed_precision == "fp16"
-        if self.fsdp:  # type: ignore[has-type]
+        if self.fsdp:
             raise UsageError(
                 "--fsdp is set besides the YAML",
                 why="Trainer would then ignore most of the YAML's FSDP settings, silently",
                 fix="leave out --fsdp and --fsdp_config; the YAML decides",
             )
-        if self.accelerate_config is not None and (settings := xla_settings(Path(self.accelerate_config))):
-            self.fsdp = True
-            self.fsdp_config = settings
         if cpu.enable():
             self.use_cpu = True
             cpu.init_process_group(self.ddp_timeout)
@@ -195,21 +192,6 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
                 why="there is no held-out loss that could stop getting better",
                 fix="--eval_strategy steps --save_strategy steps",
             )
-
-
-def xla_settings(path: Path) -> dict[str, Any]:
-    """The values of a TPU YAML for `TrainingArguments.fsdp_config`; empty for every other engine.
-
-    Accelerate's launcher takes these keys and passes them to no library (1.15).
-    """
-    content = yaml_file.load(path)
-    if content.get("distributed_type") != "XLA":
-        return {}
-    section = content.get("fsdp_config") or {}
-    settings = {str(key).removeprefix("fsdp_"): value for key, value in section.items()}
-    if isinstance(names := settings.get("transformer_layer_cls_to_wrap"), str):
-        settings["transformer_layer_cls_to_wrap"] = names.split(",")
-    return settings
 
 
 def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
@@ -246,7 +228,6 @@ def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
         )
     # A rank that hands out batches to the others needs them of one length, and repeats rows in the last one
     training.accelerator_config.dispatch_batches = False
-    _check_trackers(training.report_to)
     flag_values.check(model, data, training)
     return model, data, training
 
@@ -267,24 +248,6 @@ def _check_adapter(model: ModelArguments) -> None:
             )
 
 
-def _check_trackers(names: list[str]) -> None:
-    """Refuses a tracker that Trainer doesn't know, or that isn't installed, before anything is loaded."""
-    from transformers.integrations import get_available_reporting_integrations
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-
-    for name in names:
-        if name not in INTEGRATION_TO_CALLBACK:
-            raise UsageError(
-                f"--report_to {name} is not a tracker that Trainer knows.{did_you_mean(name, INTEGRATION_TO_CALLBACK)}",
-                why="nothing would be reported",
-                fix=f"none, all, or some of {', '.join(INTEGRATION_TO_CALLBACK)}",
-            )
-        if name not in {*get_available_reporting_integrations(), "flyte"}:  # missing from that list
-            raise UserError(
-                f"--report_to {name}, which isn't installed", why="nothing would be reported", fix=f"pip install {name}"
-            )
-
-
 class _Parser(HfArgumentParser):  # type: ignore[misc]
     def error(self, message: str) -> NoReturn:
         """Reports a parsing error alone: argparse would print 150 flags before it."""
@@ -298,8 +261,8 @@ def _require_launcher() -> None:
         UserError: there is no YAML, there are two, or no launcher started this process as a rank of a job.
     """
     file = _word_after("--accelerate_config")
-    if {"-h", "--help"} & set(sys.argv) or (file is not None and xla_settings(Path(file))):
-        return  # the TPU launcher sets no variable; Trainer reads these settings itself
+    if {"-h", "--help"} & set(sys.argv):
+        return
     launch = LaunchEnvironment.now()
     if launch.has_config and file is not None:
         raise UsageError(

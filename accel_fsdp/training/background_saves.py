@@ -2,44 +2,24 @@
 
 import contextlib
 import copy
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.utils._pytree import tree_map
 
 from accel_fsdp.errors import UserError
-from accel_fsdp.hardware import host
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
-from accel_fsdp.training import uncached_files
 
-Write = Callable[[], dict[Path, str]]
-"""Writes a rank's files; returns the hashes of those that are complete."""
-
-RELIES_ON = (
-    Internal("torch.distributed.checkpoint:save", "state_dict * storage_writer planner process_group"),
-    *uncached_files.RELIES_ON,
-)
-
-LOWEST_PRIORITY = 19
-"""Of the thread that writes: training needs the cores first."""
-SWITCH_SECONDS = 0.0003
-"""How long training waits for Python's lock, at each operation, while that thread runs Python; usually 0.005."""
-TURN_SECONDS = 0.04
-TURNS_EVERY_SECONDS = 1.0
-"""On a host without a core more than ranks: how long each rank's thread computes at once, and how often."""
+RELIES_ON = (Internal("torch.distributed.checkpoint:save", "state_dict * storage_writer planner process_group"),)
 
 
 class BackgroundSaves:
@@ -54,8 +34,6 @@ class BackgroundSaves:
         self._staged: list[tuple[Any, dict[str, Any]]] = []
         self._copies: list[torch.Tensor] = []
         self._written: Future[None] | None = None
-        self._is_awaited, self._turn_began = threading.Event(), 0.0
-        self._takes_turns = host.cores() <= LaunchEnvironment.now().local_world_size
 
     @contextlib.contextmanager
     def staging(self) -> Iterator[None]:
@@ -77,58 +55,29 @@ class BackgroundSaves:
         with patch.object(dcp, "save", stage):
             yield
 
-    def begin(self, completed: Callable[[Write], None]) -> None:
+    def begin(self, completed: Callable[[Callable[[], None]], None]) -> None:
         """Calls `completed` in the background with a function that writes what was staged."""
         self._written = Future()
-        self._is_awaited.clear()
         threading.Thread(target=self._run, args=(self._written, completed), daemon=True).start()
 
-    def _run(self, written: "Future[None]", completed: Callable[[Write], None]) -> None:
-        if sys.platform == "linux":  # where the system counts each thread as a process
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+    def _run(self, written: "Future[None]", completed: Callable[[Callable[[], None]], None]) -> None:
         try:
-            with _yielding():
-                completed(self._write)
+            completed(self._write)
         except BaseException as error:  # torch's CheckpointException isn't an Exception
             written.set_exception(error)
         else:
             written.set_result(None)
 
-    def _write(self) -> dict[Path, str]:
-        files, self._turn_began = uncached_files.UncachedFiles(self._end_turn), time.thread_time()
+    def _write(self) -> None:
         for state_dict, options in self._staged:
-            if isinstance(writer := options.get("storage_writer"), FileSystemWriter):
-                writer.fs = files
             dcp.save(state_dict, process_group=self.group, **options)  # type: ignore[attr-defined]
-        return files.hashes
-
-    def _end_turn(self) -> None:
-        """Pauses until the next turn once this one is over, unless training waits for the checkpoint.
-
-        All ranks have theirs at the same moments: ranks that are slowed one after the other wait for each other.
-        """
-        if self._takes_turns and time.thread_time() - self._turn_began > TURN_SECONDS:
-            self._is_awaited.wait(TURNS_EVERY_SECONDS - time.time() % TURNS_EVERY_SECONDS)
-            self._turn_began = time.thread_time()
 
     def wait(self) -> float:
         """Waits until the checkpoint is complete; returns the seconds. Raises its error, which all ranks have."""
         began, written, self._written = time.monotonic(), self._written, None
-        self._is_awaited.set()
         if written is not None:
             written.result()
         return time.monotonic() - began
-
-
-@contextlib.contextmanager
-def _yielding() -> Iterator[None]:
-    """Lets other threads have Python's lock sooner than usual."""
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_SECONDS)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(usual)
 
 
 def _in_host_memory(value: torch.Tensor, earlier: torch.Tensor | None) -> torch.Tensor:
@@ -148,9 +97,7 @@ def begun(trainer: Any) -> BackgroundSaves | None:
     if not args.async_checkpoints:
         return None
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if trainer.on_tpu or not (
-        trainer.by_transformers or (plugin is not None and "SHARDED" in str(plugin.state_dict_type))
-    ):
+    if not (trainer.by_transformers or (plugin is not None and "SHARDED" in str(plugin.state_dict_type))):
         why = "it copies each rank's shards to its host's memory, and writes these while training goes on"
         fix = "an FSDP YAML with fsdp_state_dict_type: SHARDED_STATE_DICT; or leave out --async_checkpoints"
         if plugin is None and LaunchEnvironment.now().by_accelerate:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
 
 from accel_fsdp import console
 from accel_fsdp.checkpoints import clean_name, completeness
@@ -24,7 +25,7 @@ class Diverged(UserError):
     """A loss, a gradient norm or a weight is NaN or infinite. All ranks raise it in the same step."""
 
 
-class FiniteCheck:
+class FiniteCheck(TrainerCallback):  # type: ignore[misc]
     """Checks each step's loss and gradient norm, and the weights. Call its methods on all ranks.
 
     With `--ignore_nan_inf`, steps that aren't finite are skipped instead.
@@ -42,10 +43,10 @@ class FiniteCheck:
                 fix="leave it out",
             )
 
-    def check_loaded(self, checkpoint: str | None) -> None:
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         """Refuses NaN and infinite weights before training, so that they aren't blamed on the learning rate."""
         if names := self._non_finite_weights():
-            weights = checkpoint or self.trainer.model.config.get_text_config()._name_or_path or "this one"
+            weights = self.trainer.resumed or self.trainer.model.config.get_text_config()._name_or_path or "this one"
             raise UserError(
                 f"the loaded weights hold NaN or infinite values: {first_few(names, 1)}",
                 why="training can't repair NaN or infinite weights",
@@ -55,13 +56,9 @@ class FiniteCheck:
     def check_step(self, norm: Tensor | float | None) -> None:
         """Checks the step's loss and gradient norm, the only time in a step that the host waits for the device.
 
-        Not on TPU, whose steps are compiled ahead: there the weights are checked before each save and at the end.
-
         Raises:
             Diverged: one of them is NaN or infinite.
         """
-        if self.trainer.on_tpu:
-            return
         numbers = (self.step_loss, 0.0 if norm is None else norm)
         self.step_loss = 0.0
         local = torch.stack(

@@ -7,12 +7,14 @@ of Trainer's own methods, which it is given as `load`.
 import contextlib
 import copy
 import logging
+import os
 import pickle
 import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -22,10 +24,10 @@ from transformers import set_seed
 from transformers.trainer_pt_utils import safe_globals
 
 from accel_fsdp import console, models
-from accel_fsdp.checkpoints import ERRORS, FileReader, clean_name, dcp, file_names, summary, torch_zip
+from accel_fsdp.checkpoints import ERRORS, clean_name, dcp, file_names, saved_files, summary
 from accel_fsdp.errors import UserError
 from accel_fsdp.library_internals import Internal
-from accel_fsdp.training import mesh_checkpoints
+from accel_fsdp.training import mesh_checkpoints, patches
 
 RELIES_ON = (
     Internal("torch.distributed.checkpoint.state_dict:_init_optim_state", "optim"),
@@ -33,10 +35,30 @@ RELIES_ON = (
     Internal("accelerate.utils:FullyShardedDataParallelPlugin.set_state_dict_type", "self state_dict_type"),
 )
 FSDP1_LOG = logging.getLogger("torch.distributed.fsdp._state_dict_utils")
+RESTRICTED, UNRESTRICTED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 STATES, GROUPS, MEMBERS = "state", "param_groups", "params"
 """The keys of an optimizer's state dict, and the key of the parameters in each group."""
 GPU_STATES = ("cuda", "npu", "hpu", "mlu", "musa")
 """The keys of a checkpoint's random states that Trainer keeps for one device or for all."""
+
+
+@contextlib.contextmanager
+def as_data(by_deepspeed: bool) -> Iterator[None]:
+    """In the block, torch and DeepSpeed load tensors, plain data and their own few types, and run no code of a file.
+
+    DeepSpeed passes `weights_only=False` (0.19). A user's own setting of torch's variable is kept.
+    """
+    with patches.reading_as_data():
+        if not by_deepspeed or os.environ.get(UNRESTRICTED):
+            yield
+            return
+        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+        from deepspeed.runtime.zero.config import ZeroStageEnum
+        from deepspeed.utils.tensor_fragment import fragment_address
+
+        own_types = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+        with torch.serialization.safe_globals(own_types), mock.patch.dict(os.environ, {RESTRICTED: "1"}):
+            yield
 
 
 def weights(trainer: Any, checkpoint: str | None, load: Callable[[], None]) -> None:
@@ -46,9 +68,9 @@ def weights(trainer: Any, checkpoint: str | None, load: Callable[[], None]) -> N
     fused experts of a mixture, and models with images. From such a file Trainer loads only the tensors with the model's
     names, and leaves the others untrained, with only a warning (transformers 5.23).
     """
-    own_format = trainer.is_sharded or trainer.is_deepspeed_enabled or trainer.on_tpu
+    own_format = trainer.is_sharded or trainer.is_deepspeed_enabled
     converts = not (own_format or _has_adapter(trainer)) and bool(getattr(trainer.model, "_weight_conversions", None))
-    with _as_stored(trainer, checkpoint), _without_frozen(trainer):
+    with as_data(trainer.is_deepspeed_enabled), _as_stored(trainer, checkpoint), _without_frozen(trainer):
         if trainer.by_transformers and checkpoint is not None:
             mesh_checkpoints.load_weights(trainer.model, Path(checkpoint))
         elif converts and checkpoint is not None:
@@ -65,8 +87,10 @@ def optimizer_and_schedule(trainer: Any, checkpoint: str | None, load: Callable[
     """
     plugin = _fsdp_plugin(trainer)
     with _as_trained(trainer, checkpoint if trainer.is_sharded else None):
-        if checkpoint is not None:
-            _create_states(plugin, trainer.optimizer)
+        if checkpoint is not None and plugin is not None and plugin.fsdp_version == 1:  # FSDP2's path does it itself
+            from torch.distributed.checkpoint.state_dict import _init_optim_state
+
+            _init_optim_state(trainer.optimizer.optimizer)
         with _as_stored(trainer, checkpoint):
             if trainer.by_transformers and checkpoint is not None:
                 mesh_checkpoints.load_optimizer(trainer, Path(checkpoint))
@@ -75,22 +99,6 @@ def optimizer_and_schedule(trainer: Any, checkpoint: str | None, load: Callable[
     schedule = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
     if checkpoint is not None and isinstance(schedule, LambdaLR):
         _take_rates(trainer.optimizer, schedule)
-
-
-def accelerator_state(loop: Any, checkpoint: str) -> None:
-    """Loads what `Accelerator.save_state` has saved, on any number of ranks; the optimizer as above."""
-    for optimizer in loop.accelerator._optimizers:
-        _create_states(_fsdp_plugin(loop), optimizer)
-    with _as_stored(loop, checkpoint):
-        loop.accelerator.load_state(checkpoint)
-
-
-def _create_states(plugin: Any, optimizer: Any) -> None:
-    """Creates the states of an optimizer under FSDP1; FSDP2's path does it itself."""
-    if plugin is not None and plugin.fsdp_version == 1:
-        from torch.distributed.checkpoint.state_dict import _init_optim_state
-
-        _init_optim_state(optimizer.optimizer)
 
 
 def random_state(trainer: Any, checkpoint: str | None, load: Callable[[str | None], None]) -> None:
@@ -199,7 +207,7 @@ def _as_trained(trainer: Any, checkpoint: str | None) -> Iterator[None]:
     It creates a state for each tensor that requires gradients, such as an image encoder and experts that no row has
     reached, and reads each from the checkpoint (torch 2.13). States of trained tensors are still required.
     """
-    without = [] if checkpoint is None or trainer.on_tpu else _without_state(trainer, Path(checkpoint))
+    without = [] if checkpoint is None else _without_state(trainer, Path(checkpoint))
     for parameter in without:
         parameter.requires_grad_(False)
     try:
@@ -232,16 +240,15 @@ def _names_in(checkpoint: Path) -> tuple[frozenset[str], frozenset[str]] | None:
     """
     sharded = checkpoint / file_names.SHARDED_OPTIMIZER
     try:
-        with contextlib.closing(FileReader()) as reader:
-            if sharded.is_dir():  # paths begin with Accelerate's name for an optimizer
-                listed = dcp.listed(sharded, reader, lambda path: path[1:2] == (GROUPS,) and path[-1] == MEMBERS)
-                trained = [name for members in listed.values() for name in members or ()]
-                with_state = [path[2] for path in listed if path[1:2] == (STATES,)]
-            else:
-                content = torch_zip.load(reader, checkpoint / file_names.FULL_OPTIMIZER)
-                trained = [name for group in content[GROUPS] for name in group[MEMBERS]]
-                with_state = list(content[STATES])
-            return frozenset(map(clean_name, trained)), frozenset(map(clean_name, with_state))
+        if sharded.is_dir():  # paths begin with Accelerate's name for an optimizer
+            listed = dcp.listed(sharded, lambda path: path[1:2] == (GROUPS,) and path[-1] == MEMBERS)
+            trained = [name for members in listed.values() for name in members or ()]
+            with_state = [path[2] for path in listed if path[1:2] == (STATES,)]
+        else:
+            content = saved_files.load(checkpoint / file_names.FULL_OPTIMIZER)
+            trained = [name for group in content[GROUPS] for name in group[MEMBERS]]
+            with_state = list(content[STATES])
+        return frozenset(map(clean_name, trained)), frozenset(map(clean_name, with_state))
     except (*ERRORS, UserError):
         return None
 

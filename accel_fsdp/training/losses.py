@@ -4,7 +4,8 @@ Trainer's own go wrong in places (transformers 5.23). It shifts the labels for `
 knows the name of the model's class, which FSDP2 changes; counts one token too many per row of classes that aren't
 called ForCausalLM; gives the model that count as a float, which FSDP rounds to the dtype that it computes in; counts
 rows twice that fill the last step of an epoch; weighs a router's loss by the number of micro-batches; divides each
-rank's held-out loss by the tokens of all and then drops some ranks' part of the last batch.
+rank's held-out loss by the tokens of all and then drops some ranks' part of the last batch. Reports of parts of it:
+transformers#37766 (micro-batches), #34373 (ranks), #41898 (the last batch), #45994 and #39648 (a mesh).
 """
 
 import math
@@ -93,12 +94,12 @@ def rows_before(trainer: Any, step: int) -> int:
     return epochs * rows + min(steps * size, rows)
 
 
-def rows_for_rate(trainer: Any) -> float:
-    """The rows of a whole run whose steps all had this session's average number of rows."""
-    start = getattr(trainer, "_initial_global_step", 0)  # transformers 5.17 has no such attribute
-    step = trainer.state.global_step
-    share = (step - start) / max(trainer.state.max_steps, 1)
-    return (rows_before(trainer, step) - rows_before(trainer, start)) / share if share else 0
+def correct_rate(trainer: Any, logs: dict[str, float]) -> None:
+    """Corrects the rows per second in Trainer's last log, which counts every step as a full one."""
+    if seconds := logs.get("train_runtime"):
+        start = getattr(trainer, "_initial_global_step", 0)  # transformers 5.17 has no such attribute
+        rows = rows_before(trainer, trainer.state.global_step) - rows_before(trainer, start)
+        logs["train_samples_per_second"] = round(rows / seconds, 3)
 
 
 class Losses:

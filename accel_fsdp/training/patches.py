@@ -14,12 +14,15 @@ frozen base of an unsharded model.
 **Tensor parallelism**: transformers sums gradients of norms that it has summed before.
 """
 
+import contextlib
 import io
 import pickle
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
+from unittest import mock
 
 from accel_fsdp.checkpoints import clean_name, dcp
 from accel_fsdp.errors import UserError
@@ -31,11 +34,19 @@ EMPTY = "checkpoints and exports would lack the adapter's tensors"
 WRONG = "gradients of norms between split layers would be wrong after the first micro-batch of a step"
 
 
-@cache
-def read_checkpoints_as_data() -> None:
-    """Makes torch read distributed checkpoints without running the code that they name."""
-    read_metadata_as_data()
-    read_values_as_data()
+@contextlib.contextmanager
+def reading_as_data() -> Iterator[None]:
+    """In the block, torch reads distributed checkpoints without running the code that they name."""
+    from torch.distributed.checkpoint import filesystem
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+    with (
+        mock.patch.object(filesystem, "pickle", filesystem.pickle),  # type: ignore[attr-defined]
+        mock.patch.object(DefaultLoadPlanner, "load_bytes", DefaultLoadPlanner.load_bytes),
+    ):
+        read_metadata_as_data()
+        read_values_as_data()
+        yield
 
 
 @cache
@@ -67,7 +78,7 @@ class _Unpickler(pickle.Unpickler):
     """Finds DCP's own types alone, for a `.metadata` file that was read as inert values before."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in dcp.ADMITTED:
+        if f"{module}.{name}" not in dcp.ADMITTED:
             raise pickle.UnpicklingError(f"{module}.{name} is not a type of DCP's metadata")
         return _format if name == "getattr" else super().find_class(module, name)
 
@@ -80,7 +91,7 @@ def _format(formats: Any, name: str) -> Any:
 
 
 def _load(file: IO[bytes]) -> Any:
-    content = file.read(dcp.LARGEST_METADATA + 1)
+    content = file.read()
     dcp.unpickled(content, Path(file.name))
     return _Unpickler(io.BytesIO(content)).load()
 

@@ -43,8 +43,11 @@ class Stop(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begins to handle signals. Before training there is no state to save, so a signal ends the process."""
-        if args.world_size == 1 or dist.is_initialized():
+        """Begins to handle signals. Before training there is no state to save, so a signal ends the process.
+
+        `--auto_find_batch_size` begins again after each batch that doesn't fit.
+        """
+        if self._pipe is None and (args.world_size == 1 or dist.is_initialized()):
             self._listen()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -12,7 +12,6 @@ import torch
 from transformers import TrainingArguments, set_seed
 
 from accel_fsdp import atomic_files, cpu
-from accel_fsdp.training import patches
 from accel_fsdp.training.divergence import Diverged
 from accel_fsdp.training.reporting import run_record
 from accel_fsdp.training.trainer import SftTrainer, check_libraries
@@ -35,7 +34,6 @@ def begin(model: Any, data: Any, training: TrainingArguments) -> run_record.RunR
     """
     atomic_files.check_writable(Path(training.output_dir))
     check_libraries()
-    patches.read_checkpoints_as_data()
     set_seed(training.seed)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.|transformers\.|accel_fsdp\.cpu")
     warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)

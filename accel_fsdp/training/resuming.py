@@ -1,8 +1,6 @@
 """Chooses the checkpoint that a run resumes, and checks before loading that its settings fit."""
 
-import os
 from collections.abc import Iterable
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,16 +8,15 @@ from accel_fsdp import console
 from accel_fsdp.checkpoints import (
     LORA,
     CheckpointFacts,
-    FileReader,
     Origin,
     completeness,
     file_names,
     marker,
     resumed_pickles,
     safetensors_header,
+    saved_files,
     summary,
     tensor_names,
-    torch_zip,
 )
 from accel_fsdp.config import ANY_FSDP, ANY_ZERO, Engine
 from accel_fsdp.errors import UserError
@@ -30,9 +27,6 @@ from accel_fsdp.units import counted
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
-
-RESUMED = "--output_dir NEW_RUN --resume_from_checkpoint true"
-"""What follows a conversion, for a Trainer."""
 
 
 def chosen(training: "TrainingArguments") -> str | None:
@@ -47,6 +41,7 @@ def chosen(training: "TrainingArguments") -> str | None:
     checkpoint = newest(training)
     if checkpoint is None:
         return None
+    keep_batch_size(checkpoint, training)
     origin = marker.origin_of(checkpoint)
     if origin and LaunchEnvironment.now().may_restart and not training.ignore_data_skip:
         _keep_rows(origin, training)
@@ -73,6 +68,16 @@ def _keep_rows(origin: Origin, training: "TrainingArguments") -> None:
     training.gradient_accumulation_steps = micro_batches
 
 
+def keep_batch_size(checkpoint: Path, training: "TrainingArguments") -> None:
+    """Takes the batch size that `--auto_find_batch_size` had arrived at, as Trainer does, before steps are compared."""
+    rows = summary.read_json(checkpoint / file_names.TRAINER_STATE).get("train_batch_size")
+    if not training.auto_find_batch_size or not isinstance(rows, int) or rows in (0, training.train_batch_size):
+        return
+    training.per_device_train_batch_size = rows // max(training.n_gpu, 1)
+    if training.process_index == 0:
+        console.say(f"--auto_find_batch_size goes on with {rows} rows per device, as in {checkpoint}", style="cyan")
+
+
 def newest(training: Any) -> Path | None:
     """The checkpoint that `--resume_from_checkpoint` asks for, from the store if it is newer there; else None."""
     output, resume_from = Path(training.output_dir), training.resume_from_checkpoint
@@ -87,7 +92,9 @@ def newest(training: Any) -> Path | None:
         return None
     if str(resume_from).lower() not in ("true", "auto"):
         return _refuse_flawed(Path(resume_from), training)
-    stored.fetch_newer(training, lambda folder: _flaw(folder, training))
+    if training.should_save:
+        completeness.put_back(output)
+    stored.fetch_newer(training)
     choice = completeness.choose(
         output, gather_answers([file_names.checkpoints(output)])[0], lambda folder: _flaw(folder, training)
     )
@@ -163,8 +170,6 @@ def check(checkpoint: Path, here: Origin, order_depends_on_ranks: bool = False, 
     """
     facts, origin = summary.facts_of(checkpoint), marker.origin_of(checkpoint)
     stored = origin.engine if origin else _engine(checkpoint, facts)
-    if completeness.by_deepspeed(checkpoint):
-        _restrict_deepspeed()
     if absent := completeness.lacking_to_resume(checkpoint, facts):
         raise UserError(
             f"{checkpoint} holds no {' and no '.join(absent)}",
@@ -176,7 +181,7 @@ def check(checkpoint: Path, here: Origin, order_depends_on_ranks: bool = False, 
         raise UserError(
             f"{checkpoint} was written under {stored}, this run is under {here.engine}",
             why="the two store weights and optimizer differently",
-            fix=how_to_convert(checkpoint, {stored, here.engine}, here)
+            fix=_how_to_convert(checkpoint, {stored, here.engine}, here)
             or f"a YAML for {stored}; or a new run from its "
             "weights: accel-fsdp export, then train/sft.py --model_name_or_path",
         )
@@ -185,33 +190,19 @@ def check(checkpoint: Path, here: Origin, order_depends_on_ranks: bool = False, 
     _check_rows(checkpoint, origin, here.rows_per_step, not skips_data)
 
 
-def how_to_convert(checkpoint: Path, engines: set[str], here: Origin, then: str = RESUMED) -> str:
+def _how_to_convert(checkpoint: Path, engines: set[str], here: Origin) -> str:
     """How a checkpoint becomes one of this run's engine; empty if one of the engines can't be converted."""
     if not all(engine.partition("-")[0] in (ANY_FSDP, ANY_ZERO) for engine in engines):
         return ""
     stage = here.engine.partition("-")[2]
     target = f"zero{stage} --ranks {here.ranks} --mixed-precision {_own_precision()}" if stage else "fsdp2"
-    return f"accel-fsdp convert {checkpoint} NEW_RUN/{checkpoint.name} --to {target}, then {then}"
+    converted = f"accel-fsdp convert {checkpoint} NEW_RUN/{checkpoint.name} --to {target}"
+    return f"{converted}, then --output_dir NEW_RUN --resume_from_checkpoint true"
 
 
 def _own_precision() -> str:
     """This run's precision, as far as the names of DeepSpeed's files depend on it."""
     return "bf16" if LaunchEnvironment.now().mixed_precision == "bf16" else "no"
-
-
-def _restrict_deepspeed() -> None:
-    """Restricts DeepSpeed's loading to tensors, plain data and its own few types: it passes `weights_only=False`.
-
-    A user's own setting of torch's variable is kept.
-    """
-    import torch
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    if not os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"):
-        torch.serialization.add_safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address])
-        os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
 
 
 def check_adapter(checkpoint: Path, names: Iterable[str]) -> None:
@@ -223,8 +214,7 @@ def check_adapter(checkpoint: Path, names: Iterable[str]) -> None:
     full, adapter_only = checkpoint / file_names.FULL_MODEL, checkpoint / file_names.ADAPTER
     if full.is_file():
         path = full
-        with closing(FileReader()) as reader:
-            stored = set(map(tensor_names.filed, torch_zip.load(reader, path)))
+        stored = set(map(tensor_names.filed, saved_files.load(path)))
     elif adapter_only.is_file():
         path, stored = adapter_only, set(safetensors_header.read(adapter_only))
     else:
@@ -259,22 +249,18 @@ def _check_precision(checkpoint: Path, here: Origin) -> None:
         raise UserError(
             f"{checkpoint} was written under mixed_precision: {stored}, this run is under {own}",
             why="DeepSpeed gives its files other names under bf16, and wouldn't find these",
-            fix=f"mixed_precision: {stored} in the YAML; or {how_to_convert(checkpoint, {here.engine}, here)}",
+            fix=f"mixed_precision: {stored} in the YAML; or {_how_to_convert(checkpoint, {here.engine}, here)}",
         )
-
-
-def partitions_of_zero(checkpoint: Path) -> int:
-    """The number of ranks that DeepSpeed's files are of; 0 without such files."""
-    return len(list(checkpoint.glob(f"*/{file_names.ZERO_PARTITIONS}")))
 
 
 def _check_ranks(checkpoint: Path, origin: Origin | None, here: Origin, order_depends_on_ranks: bool) -> None:
     """Checks the formats, and the orders of the data, that are valid for only one number of ranks."""
-    partitions = partitions_of_zero(checkpoint) or len(list(checkpoint.glob(file_names.LOCAL_MODELS)))
+    by_zero = len(list(checkpoint.glob(f"*/{file_names.ZERO_PARTITIONS}")))
+    partitions = by_zero or len(list(checkpoint.glob(file_names.LOCAL_MODELS)))
     ranks = origin.ranks if origin and order_depends_on_ranks else partitions
     if ranks and ranks != here.ranks:
         is_zero = here.engine.startswith(ANY_ZERO) and not order_depends_on_ranks
-        converted = how_to_convert(checkpoint, {here.engine}, here) if is_zero else ""
+        converted = _how_to_convert(checkpoint, {here.engine}, here) if is_zero else ""
         raise UserError(
             f"{checkpoint} was written by {counted(ranks, 'rank')}, this run has {here.ranks}",
             why="the order of the rows depends on it, with this --train_sampling_strategy"

@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accelerate.utils import DistributedType
-
 from accel_fsdp.errors import Stopped
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import TRAINER, Internal
@@ -19,6 +17,7 @@ else:
     Base = object
 
 RELIES_ON = (
+    Internal(f"{TRAINER}._prepare_for_training", "self max_steps train_dataloader resume_from_checkpoint"),
     Internal(f"{TRAINER}._load_from_checkpoint", "self resume_from_checkpoint model"),
     Internal(f"{TRAINER}._load_best_model", "self"),
     Internal(f"{TRAINER}._load_optimizer_and_scheduler", "self checkpoint"),
@@ -31,16 +30,29 @@ RELIES_ON = (
 
 
 class SafeCheckpoints(Base):  # type: ignore[misc]
-    """Comes before `Trainer`, or a subclass of it, in the bases of a class."""
+    """Comes before `Trainer`, or a subclass of it, in the bases of a class.
+
+    Replaced methods of Trainer, in the order in which a run calls them; each calls Trainer's own:
+
+    | method | why (transformers 5.23) |
+    |---|---|
+    | `_prepare_for_training` | torch and DeepSpeed run code that a checkpoint's pickles name |
+    | `_load_from_checkpoint`, `_load_best_model` | parts are left out silently: see `loading.weights` |
+    | `_load_optimizer_and_scheduler` | Adam restarts from zero under FSDP1 (transformers#25849, accelerate#3971) |
+    | `_load_rng_state` | more ranks than before repeat the numbers of step 0 (transformers#14994 skips them) |
+    | `_save_checkpoint` | a half-written folder is resumed, and its end fails (transformers#35782) |
+    | `_save_optimizer_and_scheduler`, `save_model` | saves hang on a mesh (#48569), or with the best model (#37025) |
+
+    A checkpoint is complete when its marker, `complete.json`, says so, which is written last: after every file of every
+    rank. On SIGTERM, SIGUSR1 or Ctrl-C all ranks agree on a step (`preemption.Stop`), save after it and leave Trainer's
+    loop; then `train` raises `Stopped`, with which the process ends with code 75.
+    """
 
     stop: Stop
     watch: HangWatch
     checkpoints: CheckpointWriter
-
-    @property
-    def on_tpu(self) -> bool:
-        """Whether the ranks run on torch_xla."""
-        return bool(self.accelerator.distributed_type == DistributedType.XLA)
+    resumed: str | None = None
+    """The checkpoint that this run resumes."""
 
     @property
     def by_transformers(self) -> bool:
@@ -52,12 +64,14 @@ class SafeCheckpoints(Base):  # type: ignore[misc]
         """Whether FSDP shards the model, through Accelerate or transformers."""
         return bool(self.is_fsdp_enabled or self.by_transformers)
 
-    def end_of_checkpoints(self) -> None:
-        """Waits until the last checkpoint is complete.
+    def train(self, resume_from_checkpoint: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Trains as `Trainer` does, and waits until the last checkpoint is complete.
 
         Raises:
             Stopped: a signal has ended the training.
         """
+        self.resumed = resume_from_checkpoint
+        result = super().train(resume_from_checkpoint, *args, **kwargs)
         with self.watch.doing("a save"):
             self.checkpoints.wait()
         if self.stop.agreed:
@@ -67,6 +81,13 @@ class SafeCheckpoints(Base):  # type: ignore[misc]
                 why=f"saved: {self.checkpoints.folder()}" + (f"; not uploaded: {left}" if left else ""),
                 fix="the same command with --resume_from_checkpoint true",
             )
+        return result
+
+    # Loading
+
+    def _prepare_for_training(self, max_steps: int, dataloader: Any, checkpoint: str | None) -> Any:
+        with loading.as_data(self.is_deepspeed_enabled):
+            return super()._prepare_for_training(max_steps, dataloader, checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if hasattr(self.model, "peft_config") and not self.is_deepspeed_enabled:
@@ -76,25 +97,32 @@ class SafeCheckpoints(Base):  # type: ignore[misc]
         loading.weights(self, resume_from_checkpoint, lambda: load(resume_from_checkpoint, model=model))
 
     def _load_best_model(self) -> None:
-        loading.weights(self, self.state.best_model_checkpoint, super()._load_best_model)
+        """Loads the best checkpoint once it is complete; not after a signal, when time is short."""
+        if self.stop.agreed:
+            return
+        with self.watch.doing("the end"):
+            self.checkpoints.wait()
+            loading.weights(self, self.state.best_model_checkpoint, super()._load_best_model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         load = super()._load_optimizer_and_scheduler
         loading.optimizer_and_schedule(self, checkpoint, lambda: load(checkpoint))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        loading.random_state(self, checkpoint, super()._load_rng_state)
+
+    # Saving
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        write = super()._save_checkpoint
+        with self.watch.doing("a save"):
+            self.checkpoints.save(trial, lambda: write(model, trial))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.by_transformers:
             mesh_checkpoints.save_optimizer(self, Path(output_dir))
         else:
             super()._save_optimizer_and_scheduler(output_dir)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        loading.random_state(self, checkpoint, super()._load_rng_state)
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        write = super()._save_checkpoint
-        with self.watch.doing("a save"):
-            self.checkpoints.save(trial, lambda: write(model, trial))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves as `Trainer` does; for a checkpoint, creates the folder on every rank first.

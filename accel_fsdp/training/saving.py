@@ -2,17 +2,16 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
+from transformers import TrainerCallback
 
 from accel_fsdp import console, disks
 from accel_fsdp.checkpoints import Origin, completeness, file_names, marker
@@ -28,15 +27,14 @@ NOTICED_SECONDS = 0.1
 WRITE_ERRORS = (OSError, RuntimeError, CheckpointException, SafetensorError)
 
 
-class CheckpointWriter:
+class CheckpointWriter(TrainerCallback):  # type: ignore[misc]
     """The checkpoints of a run. Create it before the model is sharded; call its methods on all ranks."""
 
-    def __init__(self, trainer: Any, history: History, sizes: tuple[int, int] | None = None) -> None:
-        """`sizes`: predicted bytes of a checkpoint and of the export."""
+    def __init__(self, trainer: Any, history: History) -> None:
         self.trainer, self.args, self.history = trainer, trainer.args, history
-        self.checkpoint_bytes, self.export_bytes = sizes or disk_room.predicted_bytes(trainer)
-        self._elements = 0 if sizes else disk_room.trained_elements(trainer.model)
-        self.background, self.uploads = background_saves.begun(trainer), uploads.begun(trainer)
+        # Trainer's own deletion counts half-written checkpoints, and could delete the last complete one
+        self.keep, trainer.args.save_total_limit = trainer.args.save_total_limit, None
+        self.background, self.uploads = background_saves.begun(trainer), uploads.begun(trainer, self.keep)
 
     def origin(self) -> Origin:
         """The run's properties that are stored in its checkpoints."""
@@ -56,7 +54,7 @@ class CheckpointWriter:
         began, folder, background = time.monotonic(), self.folder(trial), self.background
         self.together(lambda: self._begin(folder))
         staging = contextlib.nullcontext() if background is None else background.staging()
-        with self._abandon_on_errors(folder), own_retention(self.args), staging:
+        with self._abandon_on_errors(folder), staging:
             write()
         if background is None:
             self.trainer.accelerator.wait_for_everyone()
@@ -91,7 +89,7 @@ class CheckpointWriter:
                 raise UserError(
                     f"not uploaded to {uri}: {left}",
                     why=f"the run is complete, and its checkpoints are in {self.args.output_dir} alone",
-                    fix=f"accel-fsdp checkpoints {self.args.output_dir} --push {uri}",
+                    fix="the same command with --resume_from_checkpoint true, once the store answers",
                 )
 
         self.together(refuse)
@@ -101,32 +99,33 @@ class CheckpointWriter:
         with contextlib.suppress(Exception, CheckpointException):
             self.wait()
 
-    def _complete_in_background(self, folder: Path, write: background_saves.Write, group: Any) -> None:
+    def _complete_in_background(self, folder: Path, write: Callable[[], None], group: Any) -> None:
         began = time.monotonic()
         try:
             with self._abandon_on_errors(folder):
-                hashed = write()
-            self._complete(folder, group, hashed)
+                write()
+            self._complete(folder, group)
         except UserError as error:
             self._log(f"{error.what}; training goes on until its next save or its end")
             raise
         self._log(f"{folder.name} is complete, written in {any_time(time.monotonic() - began)}")
 
-    def _complete(self, folder: Path, group: Any = None, hashed: Mapping[Path, str] | None = None) -> None:
-        hashes = self._hashes(folder, group, hashed or {})
+    def _complete(self, folder: Path, group: Any = None) -> None:
+        hashes = self._hashes(folder, group)
         self.together(lambda: self._seal(folder, hashes), group)
+        if self.uploads is not None:
+            self.uploads.offer(folder, self.trainer.state.best_model_checkpoint)
 
     def _log(self, line: str) -> None:
         if self.args.process_index == 0:
             console.say(line)
 
-    def check_room(self) -> None:
-        """Raises a UserError, on all ranks, if the disk, or the memory for copies, is too small for the whole run."""
-        self.together(lambda: disk_room.check_whole_run(self.trainer, self.checkpoint_bytes, self.export_bytes))
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Begins to upload, and raises a UserError, on all ranks, if the memory for copies is too small."""
         if self.uploads is not None:
             self.uploads.begin()
         if self.background is not None:
-            disk_room.check_staging(self.trainer, self.checkpoint_bytes, self._elements)
+            disk_room.check_staging(self.trainer)
 
     def together(self, action: Callable[[], None], group: Any = None) -> None:
         """Calls `action` on the ranks that write.
@@ -146,7 +145,7 @@ class CheckpointWriter:
     def _of_all_ranks(self, own: list[Any], group: Any) -> list[Any]:
         """The items of all ranks, by the group of the background or the job's own."""
         if group is None:
-            return own if self.trainer.on_tpu else gather_object(own)
+            return list(gather_object(own))
         of_ranks: list[list[Any]] = [[]] * dist.get_world_size(group)
         dist.all_gather_object(of_ranks, own, group=group)
         return [item for items in of_ranks for item in items]
@@ -194,23 +193,21 @@ class CheckpointWriter:
         with self._abandon_on_errors(folder):
             completeness.begin(folder)
         newest = completeness.choose(folder.parent).newest
-        needed = completeness.size_bytes(newest) if newest else self.checkpoint_bytes
+        if newest is None:
+            return
         try:
-            disk_room.check(Path(self.args.output_dir), needed, f"{folder.name} takes")
+            disk_room.check(Path(self.args.output_dir), completeness.size_bytes(newest), f"{folder.name} takes")
         except UserError:
             completeness.abandon(folder)
             raise
 
-    def _hashes(self, folder: Path, group: Any, hashed: Mapping[Path, str]) -> dict[str, str] | None:
-        """The hashes of all files, each taken by the rank that wrote it; None if ranks don't share the folder.
-
-        `hashed` are those that are known by now.
-        """
-        if self.trainer.on_tpu or self.args.save_on_each_node:
+    def _hashes(self, folder: Path, group: Any) -> dict[str, str] | None:
+        """The hashes of all files, each taken by the rank that wrote it; None if ranks don't share the folder."""
+        if self.args.save_on_each_node:
             return None
         own_hashes, failed = dict[str, str](), None
         try:
-            own_hashes = marker.own_hashes(folder, self.args.process_index, self.args.world_size, hashed)
+            own_hashes = marker.own_hashes(folder, self.args.process_index, self.args.world_size)
         except (OSError, UserError) as error:
             failed = error
         parts = self._of_all_ranks([(own_hashes, cause(failed) if failed else "")], group)
@@ -223,16 +220,9 @@ class CheckpointWriter:
     def _seal(self, folder: Path, hashes: dict[str, str] | None) -> None:
         with self._abandon_on_errors(folder):
             completeness.seal(folder, self.origin(), hashes)
-        best, uploading = self.trainer.state.best_model_checkpoint, ""
-        if self.uploads is not None:
-            self.uploads.offer(folder, best)
-            uploading = self.uploads.current
-        completeness.retire(folder.parent, self.args.save_total_limit, best, uploading)
-
-
-def own_retention(args: Any) -> AbstractContextManager[None]:
-    """Turns off Trainer's deletion: it counts half-written checkpoints, and could delete the last complete one."""
-    return patch.object(args, "save_total_limit", None)
+        uploading = self.uploads.current if self.uploads is not None else ""
+        best = self.trainer.state.best_model_checkpoint
+        completeness.retire(folder.parent, self.keep, best, uploading)
 
 
 def is_lost(error: BaseException) -> bool:

@@ -1,30 +1,23 @@
-"""Before training: the ranks compare their settings and what they loaded, and end together if one fails.
+"""Before training: the ranks compare their settings and what they loaded.
 
-Data or weights that differ between machines cause no error in training. A rank that fails while loading would leave the
-others waiting in a collective; `hang_watch` only watches from the start of training on.
+Data or weights that differ between machines cause no error in training.
 """
 
-import contextlib
 import itertools
 import json
 import os
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from accel_fsdp import console, errors
 from accel_fsdp.checkpoints import file_names
-from accel_fsdp.errors import LET_RANK_ZERO_SPEAK_SECONDS, UserError, in_a_line
-from accel_fsdp.launch import FAILED, Address, JsonStore, agreement, beats
+from accel_fsdp.launch import agreement, beats
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.training.reporting import lineage
 
@@ -34,9 +27,6 @@ if TYPE_CHECKING:
 PREFIX = "accel_fsdp/together"
 _jobs = itertools.count()
 """A number for each job of this process: they may share a store."""
-POLL_SECONDS, MEET_SECONDS = 1.0, 10.0
-RANKS_PER_SECOND = 100
-"""Limits how often ranks ask the store for a failure."""
 PATHS = frozenset({"model_name_or_path", "dataset_name", "chat_template_path", "resume_from_checkpoint"})
 """Arguments of which only the last part of the path is compared: machines may store the same thing elsewhere."""
 OF_CONFIG = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
@@ -51,93 +41,25 @@ class Peers:
     def __init__(self, seconds: float) -> None:
         """`seconds`: how much longer than the others a rank may take to load."""
         launch = LaunchEnvironment.now()
-        self.seconds, self.local_rank = seconds, launch.local_rank
+        self.seconds = seconds
         self.own = agreement.Member(launch.rank, launch.machine_rank)
         self.several = dist.is_initialized() and dist.get_world_size() > 1
-        self.machines = launch.machines
         self._prefix = f"{PREFIX}/{launch.restarts}/{next(_jobs)}"  # torchrun keeps the store when it restarts ranks
-        self._over, self._fails_itself = threading.Event(), False
 
     def __enter__(self) -> "Peers":
         if self.several:
             self.store = beats.store_of_job(self._prefix)
-            if self.machines > 1:  # on one machine the launcher ends the others
-                threading.Thread(target=self._watch, args=(beats.store_of_job(self._prefix),), daemon=True).start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.compare("ready", {})  # wait for all: another rank may still fail
-        elif self.several and self.machines > 1:
-            self._fails_itself = isinstance(error, UserError)
-            if not self._fails_itself:  # often a collective that lacks a failed rank: the watch knows which
-                time.sleep(2 * self._poll_seconds)
-            self._report(error)
-        self._over.set()
 
     def compare(self, name: str, settings: agreement.Settings) -> None:
         """Raises a UserError if the settings of the ranks differ. Call on all of them."""
         if self.several:
             wait = "; --ddp_timeout SECONDS waits longer"
             agreement.compare(self.store, name, self.own, dist.get_world_size(), settings, self.seconds, wait)
-
-    # When a rank fails
-
-    @property
-    def _poll_seconds(self) -> float:
-        return max(POLL_SECONDS, dist.get_world_size() / RANKS_PER_SECOND)
-
-    def _report(self, error: BaseException) -> None:
-        """Reports to the other machines why this rank ends, and gives them time to read the report."""
-        if isinstance(error, agreement.Differs):  # all ranks raise it
-            return
-        what = in_a_line(error)
-        note = {"rank": self.own.number, "what": f"rank {self.own.number} on machine {self.own.place} failed: {what}"}
-        with contextlib.suppress(RuntimeError):
-            self.store.compare_set("failed", "", json.dumps(note))
-            heard = [f"heard/{machine}" for machine in range(self.machines) if machine != self.own.machine]
-            self.store.wait(heard, timedelta(seconds=3 * self._poll_seconds))
-
-    def _watch(self, store: Any) -> None:
-        launchers = _launchers_store()
-        while not self._over.wait(self._poll_seconds):
-            try:
-                what = self._failure(store, launchers)
-            except RuntimeError:
-                what = f"no answer from {LaunchEnvironment.now().main_address}, where the ranks meet"
-            if what and self._fails_itself:
-                return
-            if what and not self._over.is_set():
-                self._end(what)
-
-    def _failure(self, store: Any, launchers: JsonStore | None) -> str:
-        """The failure of another rank, as reported by it or its launcher; empty if no other rank failed."""
-        if not store.check(["failed"]):
-            return (launchers.get(FAILED) or "") if launchers is not None else ""
-        note = json.loads(store.get("failed"))
-        store.set(f"heard/{self.own.machine}", "")
-        return "" if note["rank"] == self.own.number else str(note["what"])
-
-    def _end(self, what: str) -> NoReturn:
-        """Ends this process: its main thread may wait in a collective that never returns."""
-        why, fix = "training can't begin without it", "fix the cause there, then start again"
-        error = UserError(what, why=why, fix=fix)
-        errors.report_to_launcher(error)
-        if self.local_rank:
-            time.sleep(LET_RANK_ZERO_SPEAK_SECONDS)
-        else:
-            console.say(str(error), lines=True)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(error.exit_code)
-
-
-def _launchers_store() -> JsonStore | None:
-    """The store in which `accel-fsdp launch` reports failed ranks: a killed rank can't report itself."""
-    address, port = LaunchEnvironment.now().launchers_address
-    with contextlib.suppress(RuntimeError):
-        return Address(address, port, hosts=False).open(MEET_SECONDS) if address else None
-    return None
 
 
 # The compared settings

@@ -34,7 +34,6 @@ from accel_fsdp.training import (
     safe_checkpoints,
     saving,
     sharding_check,
-    uploads,
 )
 from accel_fsdp.training.arguments import SEE_HELP
 from accel_fsdp.training.data import batching
@@ -44,19 +43,16 @@ from accel_fsdp.training.losses import Losses
 from accel_fsdp.training.preemption import Stop
 from accel_fsdp.training.reporting import History, profiling, progress
 from accel_fsdp.training.safe_checkpoints import SafeCheckpoints
-from accel_fsdp.training.saving import CheckpointWriter, own_retention
+from accel_fsdp.training.saving import CheckpointWriter
 
 RELIES_ON = (
     Internal(f"{TRAINER}.__init__", "* args eval_dataset"),
     Internal(f"{TRAINER}.train", "self resume_from_checkpoint *"),
-    Internal(f"{TRAINER}._init_training_state", "self max_steps num_update_steps_per_epoch *"),
-    Internal(f"{TRAINER}._prepare_for_training", "self max_steps train_dataloader resume_from_checkpoint"),
     Internal(f"{TRAINER}._run_epoch"),
-    Internal(f"{TRAINER}._finalize_training", "self trial num_train_samples start_time"),
     Internal(f"{TRAINER}.get_decay_parameter_names", "self model"),
     Internal(f"{TRAINER}.get_train_dataloader", "self"),
     Internal(f"{TRAINER}.get_eval_dataloader", "self eval_dataset"),
-    Internal(f"{TRAINER}._get_num_items_in_batch", "self batch_samples device"),
+    Internal(f"{TRAINER}.get_batch_samples", "self epoch_iterator num_batches device"),
     Internal(f"{TRAINER}.training_step", "self model inputs num_items_in_batch"),
     Internal(f"{TRAINER}.compute_loss", "self model inputs return_outputs num_items_in_batch"),
     Internal(f"{TRAINER}._get_grad_norm", "self model grad_norm"),
@@ -81,7 +77,7 @@ def check_libraries() -> None:
     An override that is never called fails silently.
     """
     modules = (
-        *(background_saves, load_model, loading, preemption, safe_checkpoints, uploads),
+        *(background_saves, load_model, loading, preemption, safe_checkpoints),
         *(beats, export, holdings, profiling),
     )
     used = (*RELIES_ON, *(internal for module in modules for internal in module.RELIES_ON))
@@ -92,7 +88,18 @@ class SftTrainer(SafeCheckpoints, Trainer):  # type: ignore[misc]
     """`Trainer` that refuses unsharded training, writes complete checkpoints, and exports a verified folder.
 
     Its methods only decide when something happens. The work is in `losses`, `divergence`, `loading`, `saving`,
-    `disk_room`, `export`, and in callbacks.
+    `export`, and in callbacks. `SafeCheckpoints` lists the methods about checkpoints. Further private ones of Trainer:
+
+    | method | why (transformers 5.23) |
+    |---|---|
+    | `_run_epoch` | a finished run that is resumed takes one more step |
+    | `_get_grad_norm` | the last call before the update sees a norm of NaN, and trains on (trl#6702) |
+    | `_maybe_log_save_evaluate` | the sum of losses is subtracted from itself, which keeps NaN |
+    | `_save_checkpoint` | weights that are NaN are saved, and the last finite ones deleted |
+    | `_save` | the export's dtype, and on a mesh one rank alone gathers (transformers#48569) |
+
+    The public ones, from `get_train_dataloader` to `prediction_step`, make the losses those of a plain loop: `losses`
+    says what is wrong with Trainer's.
     """
 
     def __init__(self, *args: Any, history: History | None = None, **kwargs: Any) -> None:
@@ -100,7 +107,7 @@ class SftTrainer(SafeCheckpoints, Trainer):  # type: ignore[misc]
         output = Path(training.output_dir)
         self.use_cache = getattr(model.config, "use_cache", None)
         counts = counting.weights(model)
-        self.parameters = sum(count for p, count in counts.items() if p.requires_grad), sum(counts.values())
+        parameters = sum(count for p, count in counts.items() if p.requires_grad), sum(counts.values())
         self.beside_text = models.beside_text(model)
         preflight.before_trainer(model, training)
         if training.process_index == 0:
@@ -122,13 +129,15 @@ class SftTrainer(SafeCheckpoints, Trainer):  # type: ignore[misc]
         self.checkpoints = CheckpointWriter(run, history or History({}))
         packed = getattr(self.data_collator, "packed", False)
         job = from_run.job_of(model, self.args, self.accelerator, packed)
-        self.report = progress.ProgressReport(job, self.accelerator)
+        self.report = progress.ProgressReport(job, self.accelerator, parameters)
         self._add_callbacks()
         self.exporter = export.Export(run)
 
     def _add_callbacks(self) -> None:
         self.add_callback(self.stop)
         self.add_callback(self.watch)
+        self.add_callback(self.checkpoints)
+        self.add_callback(self.finite)
         self.report.replace_printers(self)
         if self.args.profile_steps:
             self.add_callback(profiling.StepProfiler(self.args, self.watch.doing, self.report.tally))
@@ -158,7 +167,7 @@ class SftTrainer(SafeCheckpoints, Trainer):  # type: ignore[misc]
             UserError: the checkpoint doesn't fit the settings of this run, the disk is too small, or a rank is lost.
             Stopped: SIGTERM, SIGUSR1 or Ctrl-C arrived, and a checkpoint to resume from was saved.
         """
-        if resume_from_checkpoint is not None and not self.on_tpu:  # a TPU's checkpoint has other files
+        if resume_from_checkpoint is not None:
             grouping = str(self.args.train_sampling_strategy) in GROUPING
             origin, skips_data = self.checkpoints.origin(), not self.args.ignore_data_skip
             resuming.check(Path(resume_from_checkpoint), origin, grouping, skips_data)
@@ -166,7 +175,8 @@ class SftTrainer(SafeCheckpoints, Trainer):  # type: ignore[misc]
         try:
             disk_room.check_shared(self, resume_from_checkpoint)
             with self.report.explains_out_of_memory():
-                result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+                result = super().train(resume_from_checkpoint, **kwargs)
+            self.finite.check_weights()
             self.watch.trained()
             return result
         except Stopped:
@@ -184,46 +194,12 @@ class SftTrainer(SafeCheckpoints, Trainer):  # type: ignore[misc]
             self.checkpoints.complete_last()
             self.stop.release()
 
-    def _init_training_state(self, max_steps: int, steps_per_epoch: int, *args: Any) -> Any:
-        if self.args.logs_often:  # before Trainer compares it with the checkpoint's value
-            self.args.logging_steps = progress.logging_steps(max_steps)
-        place = super()._init_training_state(max_steps, steps_per_epoch, *args)
-        self.checkpoints.check_room()
-        if self.args.logs_often:
-            self.state.logging_steps = self.args.logging_steps
-        if self.args.process_index == 0:
-            ranks = self.args.world_size // self.get_tp_size()
-            batch = (self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps, ranks)
-            steps = (steps_per_epoch, self.state.global_step, max_steps)
-            for line in progress.beginning(*self.parameters, batch, steps):
-                console.say(line, style="cyan")
-        return place
-
-    def _prepare_for_training(self, max_steps: int, dataloader: Any, checkpoint: str | None) -> Any:
-        prepared = super()._prepare_for_training(max_steps, dataloader, checkpoint)
-        self.finite.check_loaded(checkpoint)
-        return prepared
-
     def _run_epoch(self, **kwargs: Any) -> None:
         """Skips the extra step that Trainer takes when it resumes a finished run (transformers 5.23)."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
         super()._run_epoch(**kwargs)
-
-    def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> Any:
-        """Checks that the weights are finite, before and after the best checkpoint is loaded, and corrects the rate.
-
-        Trainer's rate counts every step as a full one.
-        """
-        self.end_of_checkpoints()
-        if not self.args.ignore_nan_inf:
-            self.finite.check_weights()
-        samples = losses.rows_for_rate(self)
-        with own_retention(self.args), self.watch.doing("the end"):
-            result = super()._finalize_training(trial, samples, start_time)
-        self.finite.check_weights()
-        return result
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         """The parameters with weight decay, without those that text doesn't use: FSDP1 gives these zero gradients."""
@@ -236,9 +212,11 @@ class SftTrainer(SafeCheckpoints, Trainer):  # type: ignore[misc]
         """Yields each row of an epoch once: the last step takes the mean over the remaining rows of all ranks."""
         return batching.even_out(super().get_train_dataloader())
 
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        self.losses.begin_step(batch_samples, device)
-        return super()._get_num_items_in_batch(batch_samples, device)
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        """Takes the micro-batches of a step, and counts what the loss is divided by."""
+        samples, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.losses.begin_step(samples, device)
+        return samples, items
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Trains on one micro-batch, and counts its tokens."""
@@ -262,7 +240,6 @@ class SftTrainer(SafeCheckpoints, Trainer):  # type: ignore[misc]
         return norm
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Resets the sum of losses: Trainer subtracts it from itself, which keeps NaN."""
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
         if self._globalstep_last_logged == self.state.global_step:
             tr_loss.zero_()
@@ -271,6 +248,7 @@ class SftTrainer(SafeCheckpoints, Trainer):  # type: ignore[misc]
         """Logs as `Trainer` does, and adds rate, memory and accuracy. Call on all ranks."""
         self.report.add_metrics(logs)
         self.losses.add_accuracy(logs)
+        losses.correct_rate(self, logs)
         super().log(logs, start_time)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:

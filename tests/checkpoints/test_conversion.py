@@ -387,11 +387,9 @@ def test_an_end_inside_of_torchs_archive_is_no_failure_to_write(
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells a process's peak memory there")
-@pytest.mark.parametrize("to", ["fsdp2", "zero3"])
-def test_memory_holds_some_blocks(to: str, large: Large, tmp_path: Path) -> None:
+def test_memory_holds_some_tensors(large: Large, tmp_path: Path) -> None:
     peaks = []
     for layers in (24, 48):
-        words = ["--to", to, *(["--ranks", "2", "--mixed-precision", "bf16"] if to == "zero3" else [])]
         code = (
             "import sys; from accel_fsdp import cli\n"
             "try: cli.main()\n"
@@ -404,7 +402,8 @@ def test_memory_holds_some_blocks(to: str, large: Large, tmp_path: Path) -> None
             "convert",
             large(layers),
             tmp_path / f"{layers}",
-            *words,
+            "--to",
+            "fsdp2",
         ]
         finished = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, check=True)
         peaks.append(int(finished.stdout.split()[-1]))

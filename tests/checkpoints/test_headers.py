@@ -1,6 +1,5 @@
-"""Headers of safetensors files, against the library itself: nothing is read otherwise, and nothing that it refuses."""
+"""safetensors files, against the library itself: nothing is read otherwise, and nothing that it refuses."""
 
-import json
 import random
 from pathlib import Path
 
@@ -12,9 +11,9 @@ from safetensors.torch import save
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from transformers import LlamaConfig
 
-from accel_fsdp.checkpoints import FileReader, dcp, discover, open_checkpoint, safetensors_header
+from accel_fsdp.checkpoints import DTYPES, dcp, discover, open_checkpoint, safetensors_files
+from accel_fsdp.checkpoints.stored import bytes_of
 from accel_fsdp.errors import UserError
-from accel_fsdp.exporter import safetensors_writer
 
 PLACE = b'"dtype":"F32","shape":[1],"data_offsets":[0,4]'
 GOOD = b'{"a":{%s}}' % PLACE
@@ -52,15 +51,8 @@ SAME = {
     "escapes": b'{"\\u0061":{%s}}' % PLACE,
     "scalar": b'{"a":{"dtype":"F32","shape":[],"data_offsets":[0,4]}}',
     "empty ones": b'{"a":{%s},"b":{"dtype":"F32","shape":[4,0,3],"data_offsets":[4,4]}}' % PLACE,
-    "half bytes": b'{"a":{"dtype":"F4","shape":[8],"data_offsets":[0,4]}}',
     "exponents": b'{"a":{"dtype":"F8_E8M0","shape":[4],"data_offsets":[0,4]}}',
     "other floats": b'{"a":{"dtype":"F8_E4M3FNUZ","shape":[4],"data_offsets":[0,4]}}',
-}
-STRICTER = {
-    "name twice": b'{"a":{%s},"a":{%s}}' % (PLACE, PLACE),
-    "more fields": b'{"a":{%s,"x":1}}' % PLACE,
-    "many dimensions": b'{"a":{%s},"b":{"dtype":"F32","shape":[0%s],"data_offsets":[4,4]}}' % (PLACE, b",1" * 64),
-    "a list as fields": b'{"a":["F32",[1],[0,4]]}',
 }
 
 
@@ -81,35 +73,21 @@ def theirs(content: bytes) -> dict[str, tuple[str, tuple[int, ...], bytes]] | No
 def ours(content: bytes, path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]] | None:
     path.write_bytes(content)
     try:
-        tensors = safetensors_header.read(path)
+        tensors = safetensors_files.of_file(path)
     except UserError:
         return None
-    return {name: (value.dtype, value.shape, content[value.start : value.end]) for name, value in tensors.items()}
+    return {
+        name: (DTYPES[str(stored.dtype).removeprefix("torch.")], stored.shape, bytes(bytes_of(stored.load()).numpy()))
+        for name, stored in tensors.items()
+    }
 
 
-@pytest.mark.parametrize("name", [*ODD, *SAME, *STRICTER])
-def test_headers_are_read_as_the_library_reads_them(name: str, tmp_path: Path) -> None:
-    content = file({**ODD, **SAME, **STRICTER}[name])
+@pytest.mark.parametrize("name", [*ODD, *SAME])
+def test_files_are_read_as_the_library_reads_them(name: str, tmp_path: Path) -> None:
+    content = file({**ODD, **SAME}[name])
     outcome = ours(content, tmp_path / "a.safetensors")
     assert (outcome is None) == (name not in SAME)
-    assert outcome == (None if name in STRICTER else theirs(content))
-
-
-@pytest.mark.parametrize(
-    ("begins", "message"), [((4, 4), "overlaps another"), ((4, 0), ""), ((0, 0), "overlaps another")]
-)
-def test_two_tensors_at_one_place_are_said_to_be(begins: tuple[int, int], message: str, tmp_path: Path) -> None:
-    """The place that one of them should have is then a hole, which is not what is wrong."""
-    shapes = {
-        name: {"dtype": "F32", "shape": [1], "data_offsets": [at, at + 4]}
-        for name, at in zip("ab", begins, strict=True)
-    }
-    (tmp_path / "a.safetensors").write_bytes(file(json.dumps(shapes).encode(), bytes(8)))
-    if not message:
-        assert len(safetensors_header.read(tmp_path / "a.safetensors")) == 2
-        return
-    with pytest.raises(UserError, match=message):
-        safetensors_header.read(tmp_path / "a.safetensors")
+    assert outcome == theirs(content)
 
 
 def test_flipped_bits_and_cut_files(tmp_path: Path) -> None:
@@ -117,16 +95,14 @@ def test_flipped_bits_and_cut_files(tmp_path: Path) -> None:
     tensors = {f"layers.{i}.w": torch.arange(3.0 * i).view(3, i).to(kind) for i, kind in enumerate(KINDS)}
     content = bytearray(save(tensors, {"format": "pt"}))
     length = 8 + int.from_bytes(content[:8], "little")
-    assert set(json.loads(content[8:length])) > {"__metadata__"}
     refused = 0
-    for bit in random.Random(0).sample(range(8 * length), 3000):
+    for bit in random.Random(0).sample(range(8 * length), 500):
         content[bit // 8] ^= 1 << bit % 8
         outcome, right = ours(bytes(content), tmp_path / "a.safetensors"), theirs(bytes(content))
-        one_hides_another = right is not None and len(right) < len(tensors)
-        assert outcome == (None if one_hides_another else right), bytes(content[:length])
+        assert outcome in (None, right), bytes(content[:length])
         refused += right is None
         content[bit // 8] ^= 1 << bit % 8
-    assert 1000 < refused < 3000
+    assert 100 < refused < 500
     for end in range(0, len(content), 7):
         assert ours(bytes(content[:end]), tmp_path / "a.safetensors") is theirs(bytes(content[:end])) is None
 
@@ -146,18 +122,14 @@ def test_parts_of_tensors_by_torchs_own_writer(tmp_path: Path, monkeypatch: pyte
     assert len(list(parts.iterdir())) == 3
     location = discover.look(parts)
     assert location is not None
-    reader = FileReader()
-    right = {".".join(path): tensor for path, tensor in dcp.read(plain, reader).items()}
-    tensors = open_checkpoint.read(location, reader).tensors
+    right = {".".join(path): tensor for path, tensor in dcp.read(plain).items()}
+    tensors = open_checkpoint.read(location).tensors
     assert tensors.keys() == right.keys()
     for name, source in right.items():
-        assert torch.equal(safetensors_writer.whole(reader, tensors[name]), safetensors_writer.whole(reader, source)), (
-            name
-        )
-    reader.close()
+        assert torch.equal(tensors[name].load(), source.load()), name
     next(parts.glob("shard-00002-*")).unlink()
     with pytest.raises(UserError, match="and its siblings hold"):
-        open_checkpoint.read(location, FileReader())
+        open_checkpoint.read(location)
 
 
 def test_deepspeeds_folder_is_the_one_that_latest_names(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Adapters as PEFT saves and merges them: every kind is exported as PEFT would have it, or refused by name."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from accel_fsdp import exporter
 from accel_fsdp.errors import UserError
-from accel_fsdp.exporter import companion_files, safetensors_writer, transformers_probe
-from accel_fsdp.models import remote_code
+from accel_fsdp.exporter import companion_files
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 MODULES = ["q_proj", "up_proj"]
@@ -146,41 +144,6 @@ def test_lora_tensors_that_are_missing_are_counted(letter: str, targets: Any, ti
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("exist", [True, False], ids=["some exist", "none exists"])
-def test_a_long_list_of_modules_is_shortened(
-    exist: bool, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """PEFT compares each listed name with each other one, which would take hours."""
-
-    def patient(model: torch.nn.Module, settings: LoraConfig) -> torch.nn.Module:
-        assert len(settings.target_modules or ()) < 10
-        return get_peft_model(model, settings)
-
-    adapted = trained(tiny_model, target_modules=["q_proj"])
-    adapted.save_pretrained(tmp_path / "adapter")
-    path = tmp_path / "adapter" / "adapter_config.json"
-    listed = [f"model.layers.{number}.self_attn.p{number}" for number in range(20_000)] + ["q_proj"] * exist
-    path.write_text(json.dumps({**json.loads(path.read_text()), "target_modules": listed}))
-    monkeypatch.setattr("peft.get_peft_model", patient)
-    if not exist:
-        with pytest.raises(UserError, match="not found in the base model"):
-            export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True)
-        return
-    merged = export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True)
-    same(merged, adapted.merge_and_unload().state_dict())
-
-
-def test_a_long_list_that_cannot_be_shortened_is_refused(tiny_model: Path, tmp_path: Path) -> None:
-    """Every second of many modules: PEFT would compare for minutes, or for hours."""
-    trained(tiny_model, target_modules=["q_proj"]).save_pretrained(tmp_path)
-    path = tmp_path / "adapter_config.json"
-    listed = [f"experts.p{number}" for number in range(0, 11_000, 2)]
-    path.write_text(json.dumps({**json.loads(path.read_text()), "target_modules": listed}))
-    base = {f"experts.p{number}.weight": (2, 2) for number in range(11_000)}
-    with pytest.raises(UserError, match="lists 5,500 of 11,002 modules"):
-        transformers_probe.describe_adapter(tmp_path, tiny_model, base)
-
-
 def test_matrices_of_single_experts_are_named(tmp_path: Path) -> None:
     """As transformers 4 trained them: the file isn't incomplete, which would be the other reason."""
     config = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -191,27 +154,6 @@ def test_matrices_of_single_experts_are_named(tmp_path: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "target_modules": ["q_proj", "w1", "w2", "w3"]}))
     with pytest.raises(UserError, match="holds matrices of single experts"):
         export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True)
-
-
-def test_a_base_that_only_its_own_code_can_build_is_merged_by_names(tiny_model: Path, tmp_path: Path) -> None:
-    """With --verify bytes alone; PEFT chooses the modules among the names and shapes of the base's tensors."""
-    settings = {"target_modules": [*MODULES, "embed_tokens"], "modules_to_save": ["lm_head"]}
-    trained(tiny_model, **settings).save_pretrained(tmp_path / "adapter")
-    merged = export(tmp_path / "adapter", tmp_path / "known", merge_adapter=True)
-    base = shutil.copytree(tiny_model, tmp_path / "base")
-    config = json.loads((base / "config.json").read_text())
-    code = {"auto_map": {"AutoConfig": "x.X", "AutoModelForCausalLM": "x.M"}}
-    (base / "config.json").write_text(json.dumps({**config, "model_type": "own", "architectures": ["M"], **code}))
-    same(export(tmp_path / "adapter", tmp_path / "own", merge_adapter=True, model=str(base)), merged)
-    path = tmp_path / "adapter" / "adapter_model.safetensors"
-    for gone in ("layers.1.mlp.up_proj.lora_B", "embed_tokens.lora_", "lm_head"):
-        whole = load_file(path)
-        save_file({name: tensor for name, tensor in whole.items() if gone not in name}, path)
-        with pytest.raises(UserError, match=f"lacks .*{gone.partition('.lora')[0]}"):
-            export(tmp_path / "adapter", tmp_path / "part", merge_adapter=True, model=str(base))
-        save_file(whole, path)
-    with pytest.raises(remote_code.NeedsCode):
-        export(tmp_path / "adapter", tmp_path / "load", merge_adapter=True, model=str(base), verify="load")
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -260,7 +202,6 @@ def test_what_peft_makes_of_it(
     kind: str, whole: bool, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From a sharded checkpoint: the file that PEFT saves, and the weights that it merges."""
-    monkeypatch.setattr(safetensors_writer, "BLOCK_ELEMENTS", 1000)
     adapted = trained(tiny_model, **KINDS[kind])
     run_folder = checkpoint_of(adapted, tmp_path / "run", whole)
     adapted.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
@@ -407,7 +348,7 @@ def test_tied_weights_that_were_trained_apart_are_not_merged(what: str, tmp_path
     advice = caught.value.fix.removeprefix("untie the base: ").partition(", then --model FOLDER")[0]
     places = {"BASE": str(tmp_path / "base"), "FOLDER": str(tmp_path / "untied")}
     exec(advice.replace("), base", ")\nbase"), {"AutoModelForCausalLM": AutoModelForCausalLM, **places})
-    export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True, model=places["FOLDER"], verify="logits")
+    export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True, model=places["FOLDER"])
     ours = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
     torch.testing.assert_close(ours, logits(adapted), atol=1e-5, rtol=1e-5)
 

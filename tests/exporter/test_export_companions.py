@@ -90,13 +90,13 @@ def test_a_project_around_the_checkpoint_stays_at_home(
     shutil.copytree(tiny_model, project / "checkpoint-1", ignore=shutil.ignore_patterns("tokenizer*", "*.jinja"))
     (project / "checkpoint-1" / "trainer_state.json").write_text('{"global_step": 1}')
     shutil.copy(tiny_model / "tokenizer.json", project)
-    for name in ("README.md", "my_vocab.json", "notes.jinja", "loss.svg"):
+    for name in ("README.md", "my_vocab.json", "notes.jinja"):
         (project / name).write_text('{"password": "accel-fsdp"}')
     export(project / "checkpoint-1", out)
-    assert not {"README.md", "my_vocab.json", "notes.jinja", "loss.svg", "tokenizer.json"} & set(os.listdir(out))
+    assert not {"README.md", "my_vocab.json", "notes.jinja", "tokenizer.json"} & set(os.listdir(out))
     shutil.copy(tiny_model / "config.json", project)
     (project / "README.md").write_text("---\ntags:\n- accel-fsdp\n---\n# Ours\n")
     capsys.readouterr()
     export(project / "checkpoint-1", out, force=True)
     assert "README.md, tokenizer.json" in " ".join(capsys.readouterr().err.split())
-    assert not {"my_vocab.json", "notes.jinja", "loss.svg"} & set(os.listdir(out))
+    assert not {"my_vocab.json", "notes.jinja"} & set(os.listdir(out))

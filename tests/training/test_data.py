@@ -15,8 +15,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from accel_fsdp.errors import UserError
 from accel_fsdp.training.data import DataArguments, chat_template, load, tokenizing
 
-SAID = '{"messages": [{"role": "user", "content": "a"}]}'
-
 
 @pytest.fixture
 def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
@@ -106,24 +104,6 @@ def test_columns_are_found_or_named(
     assert texts_of(write(tmp_path / "rows.jsonl", row), tokenizer, **flags) == [chat if text == "CHAT" else text]
 
 
-def test_multiple_choice_rows_become_prompts(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    """Options in one list or in a column each, the answer as a letter or a number, inside the chat template or bare."""
-    listed = write(tmp_path / "listed.jsonl", {"question": "1+1?", "options": ["1", "2"], "answer": 1})
-    split = write(tmp_path / "split.jsonl", {"question": "1+1?", "A": "1", "B": "2", "answer": "B"})
-    template = r"{{ question }}\n{{ options | lettered }}\nAnswer:"
-    flags = {"prompt_template": template, "completion_template": "{{ 'AB'[answer] }}"}
-    prompt = "1+1?\nA. 1\nB. 2\nAnswer:"
-    chat = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\nB<|im_end|>\n"
-    assert texts_of(listed, tokenizer, **flags) == [chat]
-    file = tmp_path / "prompt.jinja"
-    file.write_text("{{ question }}\nA. {{ A }}\nB. {{ B }}\nAnswer:\n")
-    assert texts_of(split, tokenizer, prompt_template=str(file)) == [chat]
-    tokenizer.chat_template = None
-    assert texts_of(split, tokenizer, prompt_template=str(file)) == [f"{prompt}B<|im_end|>"]
-    (encoded,) = tokens_of(split, tokenizer, prompt_template=str(file))[0]
-    assert tokenizer.decode([label for label in encoded["labels"] if label != -100]) == "B<|im_end|>"
-
-
 def test_instructions_without_a_chat_template_are_alpacas(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     tokenizer.chat_template = None
     path = write(tmp_path / "rows.jsonl", {"instruction": "Add", "input": "1 1", "output": "2"})
@@ -137,10 +117,6 @@ def test_instructions_without_a_chat_template_are_alpacas(tokenizer: PreTrainedT
         ({"columns": ["prompt"]}, "prompt is not PART=COLUMN"),
         ({"columns": ["promt=question"]}, r"no part promt\. Did you mean prompt"),
         ({"columns": ["prompt=qestion"]}, r"no column qestion\. Did you mean question"),
-        ({"prompt_template": "{{ questions }}"}, r"uses questions, which is not a column\. Did you mean question"),
-        ({"prompt_template": "{{ question"}, "is not a Jinja template"),
-        ({"prompt_template": "prompts/my.jinja"}, "uses no column: prompts/my.jinja"),
-        ({"prompt_template": "{{ question }}"}, "no column is named completion, output, answer, response"),
         ({}, "neither messages, prompt and completion"),
     ],
 )
@@ -151,25 +127,28 @@ def test_columns_that_nobody_can_find_are_refused(
         tokens_of(write(tmp_path / "rows.jsonl", {"question": "a", "reply": "b"}), tokenizer, **flags)
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        (['{"text": "a"}', '{"text": "b"'], r"two\.jsonl, line 2, column \d+: "),
-        ([SAID, SAID.replace('"a"', "null")], r"two\.jsonl, row 2: messages is not a list of turns"),
-        ([SAID, *[SAID.replace('"a"', "null")] * 2], r"two\.jsonl, row 2: messages is .* \(2 such rows\)"),
-    ],
-)
-def test_a_corrupt_row_is_named_with_its_file(
-    lines: list[str], message: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    """In a folder of several files, alone, and when the row comes from a stream."""
+@pytest.mark.parametrize("more", ["", r" \(2 such rows\)"])
+def test_a_corrupt_row_is_named(more: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    """In a folder of several files the number is that of the split."""
+    good, bad = ({"messages": [{"role": "user", "content": content}]} for content in ("a", None))
     folder = tmp_path / "train"
     folder.mkdir()
-    write(folder / "one.jsonl", json.loads(lines[0]), json.loads(lines[0]))
-    (folder / "two.jsonl").write_text("\n".join(lines) + "\n")
-    for path in (tmp_path, folder / "two.jsonl"):
-        with pytest.raises(UserError, match=message):
+    write(folder / "one.jsonl", good, good)
+    write(folder / "two.jsonl", good, *[bad] * (2 if more else 1))
+    for path, place in ((tmp_path, "split train, row 4"), (folder / "two.jsonl", r"two\.jsonl, row 2")):
+        with pytest.raises(UserError, match=f"{place}: messages is not a list of turns.*{more}"):
             tokens_of(path, tokenizer)
+
+
+def test_a_broken_file_is_refused(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a"}\n{"text" "b"}\n')
+    with pytest.raises(UserError, match=r"cannot load data set .*rows\.jsonl: JSON parse error: .*in row 1"):
+        load.load(str(path))
+    path.write_text('{"text": "a"}\n' * 40_000 + '{"text" "b"}\n')  # beyond the first block that is parsed
+    rows = load.split(load.load(str(path), streaming=True), "train")
+    with pytest.raises(UserError, match="JSON parse error"), load.reading(str(path)):
+        list(tokenizing.stream(rows, tokenizer, DataArguments(str(path), streaming=True), seed=0))
 
 
 def test_a_bad_row_of_a_stream_is_shown(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
@@ -276,16 +255,6 @@ def test_a_stream_of_short_rows_needs_no_length(
     assert "--max_length 256" in refused.output
 
 
-def test_a_broken_line_of_a_stream_is_named(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"text": "a"}\n' * 40_000 + '{"text" "b"}\n')  # beyond the first block that is parsed
-    rows = load.split(load.load(str(path), streaming=True), "train")
-    with pytest.raises(UserError, match=r"rows\.jsonl, line 40001, column 9: "), load.reading(str(path)):
-        list(tokenizing.stream(rows, tokenizer, DataArguments(str(path), streaming=True), seed=0))
-    with pytest.raises(ValueError, match="another"), load.reading(str(write(tmp_path / "fine.jsonl", {"text": "a"}))):
-        raise ValueError("another")
-
-
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -304,15 +273,6 @@ def test_what_is_no_turn_is_refused(
     path = write(tmp_path / "rows.jsonl", {"messages": [{"role": "user", "content": "Hi"}]}, {"messages": bad})
     with pytest.raises(UserError, match=r"rows\.jsonl, row 2: .*" + re.escape(message)):
         tokens_of(path, tokenizer)
-
-
-@pytest.mark.parametrize("part", ["prompt", "completion"])
-def test_the_template_that_fails_is_named(part: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", {"a": "Hi", "b": 1}, {"a": "Ho", "b": 0})
-    flags = {"prompt_template": "{{ a }}", "completion_template": "{{ a }}"}
-    flags[f"{part}_template"] = "{{ ['Ho'][1 - b].upper() }}"
-    with pytest.raises(UserError, match=rf"rows\.jsonl, row 2: the {part} template fails: "):
-        tokens_of(path, tokenizer, **flags)
 
 
 @pytest.mark.parametrize("writes", ["write_table", "write_batch"], ids=["loading", "tokenizing"])

@@ -3,14 +3,14 @@
 import errno
 import json
 import shutil
-import tempfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import Finished, accel_fsdp
 
+from accel_fsdp import atomic_files
 from accel_fsdp.checkpoints import completeness, file_names
 
 Sft = Callable[..., Finished]
@@ -145,17 +145,17 @@ def test_a_step_that_cannot_be_saved_again_is_still_there(
     """The disk is full for the marker that a save begins with, or for the one that ends it."""
     again = words(tiny_model, text_data, stopped, resume_from_checkpoint=stopped / "checkpoint-2")
     assert sft(*again).code == 0
-    make, left = tempfile.mkstemp, 0  # markers for which there is room
+    make, left = atomic_files.new_file, 0  # markers for which there is room
 
-    def scarce(*args: Any, prefix: str = "", **kwargs: Any) -> tuple[int, str]:
+    def scarce(path: Path) -> AbstractContextManager[Path]:
         nonlocal left
-        if prefix.startswith(f".{file_names.MARKER}"):
+        if path.name == file_names.MARKER:
             left -= 1
             if left < 0:
                 raise OSError(errno.ENOSPC, "No space left on device")
-        return make(*args, prefix=prefix, **kwargs)
+        return make(path)
 
-    monkeypatch.setattr(tempfile, "mkstemp", scarce)
+    monkeypatch.setattr(atomic_files, "new_file", scarce)
     for room in (0, 1):
         left = room
         shutil.rmtree(stopped / "final", ignore_errors=True)

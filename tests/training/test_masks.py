@@ -121,8 +121,11 @@ def test_a_generation_marker_is_believed(tokenizer: Made) -> None:
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "ends with a special token"),
-        ("{% for m in messages %}{{ m.content | upper }}<|im_end|>{% endfor %}", "begins"),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "as no known family"),
+        (
+            "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | upper }}<|im_end|>{% endfor %}",
+            "no known family",
+        ),
         ("{% for m in messages %}{{ m['content'].nothing.there }}{% endfor %}", "fails on a question"),
     ],
 )

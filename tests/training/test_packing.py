@@ -25,6 +25,7 @@ from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_p
 
 from accel_fsdp.errors import UserError
 from accel_fsdp.training.data import Collator, DataArguments, batching, load, packing, tokenizing
+from accel_fsdp.training.reporting import Tally
 
 LIMIT = 96
 TOLERANCE = 1e-5
@@ -203,3 +204,12 @@ def test_a_stream_is_packed_in_windows(tokenizer: PreTrainedTokenizerBase, tmp_p
         assert all(row["labels"][start] == -100 for start in starts[:-1])
     assert set(documents) <= set(lengths)
     assert len(documents) > 15
+
+
+def test_the_padding_of_packed_rows_is_not_counted(packed: tuple[Dataset, packing.Packed]) -> None:
+    _, rows = packed
+    batch = Collator(PAD, packed=True)([rows[number] for number in range(len(rows))])
+    assert batch["input_ids"].numel() > rows.lengths.sum()
+    tally = Tally()
+    tally.count(batch)
+    assert tally._counted.tolist() == [rows.lengths.sum(), sum(map(len, rows.bins))]  # type: ignore[union-attr]

@@ -10,7 +10,6 @@ from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from xml.etree import ElementTree
 
 import psutil
 import pytest
@@ -24,7 +23,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from test_training import PER_RANK, RANKS, STEPS, TOLERANCE, make_config, sft_args
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
-from accel_fsdp import svg
 from accel_fsdp.config import DDP_TYPES, Engine, JobConfig
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import exported_folder
@@ -32,7 +30,6 @@ from accel_fsdp.hardware import gpus, host
 from accel_fsdp.job import Job, Layout, Recipe, from_run, from_yaml
 from accel_fsdp.linter import read_subject
 from accel_fsdp.prediction import remedies, trace_store
-from accel_fsdp.svg import Curve, Words
 from accel_fsdp.training import arguments, export
 from accel_fsdp.training.reporting import Tally, beginning, line, model_card, progress, run_plan, run_record
 
@@ -96,14 +93,6 @@ def test_the_line_of_a_step() -> None:
     assert line({"train_runtime": 2.0}, 10, 110, 0.6) == ""
 
 
-@pytest.mark.parametrize("points", [[(1, 2.0)], [(1, 3.0), (2, float("nan")), (200, 1.0)]])
-def test_the_curve_is_a_picture_of_its_own(points: list[tuple[int, float]]) -> None:
-    figure = svg.losses(Words("Loss", "falls"), [Curve("training", "c1", points)], 720)
-    root = ElementTree.fromstring(svg.standalone(figure))
-    drawn = next(element for element in root.iter() if element.tag.endswith("polyline"))
-    assert len(drawn.get("points", "").split()) == sum(loss == loss for _, loss in points)
-
-
 def test_what_a_run_says_of_itself_without_being_told(
     sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
 ) -> None:
@@ -140,8 +129,6 @@ def test_packed_weights_are_counted_as_what_they_stand_for(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--report_to", "tensorbord,trackio"], "Did you mean tensorboard?"),
-        (["--report_to", "clearml"], "pip install clearml"),
         (["--early_stopping_patience", "2"], "--early_stopping_patience without evaluation"),
         (["--early_stopping_patience", "0", "--eval_strategy", "steps"], "--early_stopping_patience 3"),
     ],
@@ -330,7 +317,6 @@ def assert_accounted_for(out: Path, config: Path, finished: Finished, model: Pat
     assert len(lines) == steps
     assert len(re.findall(r"while loading: peak of rank 0 .*, of the others at most ", finished.output)) == 1
     assert "peak memory after step 2: " in finished.output
-    assert (out / "loss.svg").read_text().count("<polyline") == 2
     card = ModelCard.load(out / "final" / "README.md")
     assert card.data.library_name == "transformers"
     assert f"| training loss | {losses[0]:.4f} |" in card.text

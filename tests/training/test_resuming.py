@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from accel_fsdp import cli
 from accel_fsdp.checkpoints import Origin, completeness, discover, file_names, marker, summary
 from accel_fsdp.errors import UserError
-from accel_fsdp.training import SftTrainer, resuming
+from accel_fsdp.training import SftTrainer, loading, resuming
 
 HERE = Origin("FSDP", ranks=2, rows_per_step=8)
 SHARDED = ("pytorch_model_fsdp_0/__0_0.distcp", "pytorch_model_fsdp_0/.metadata", "optimizer_0/__0_0.distcp")
@@ -119,9 +119,15 @@ def test_steps_of_another_size_are_refused_before_anything_is_loaded(
         "world_size": 2,
         "process_index": 0,
         "save_on_each_node": False,
+        "should_save": True,
         "checkpoint_uri": None,
     }
-    run |= {"gradient_accumulation_steps": 2, "ignore_data_skip": False, "resume_from_checkpoint": resume}
+    run |= {
+        "gradient_accumulation_steps": 2,
+        "ignore_data_skip": False,
+        "resume_from_checkpoint": resume,
+        "auto_find_batch_size": False,
+    }
     with pytest.raises(UserError, match="counts steps of 8 rows, this run steps of 16"):
         resuming.chosen(SimpleNamespace(**run, train_batch_size=4))
     assert resuming.chosen(SimpleNamespace(**run, train_batch_size=2)) == str(folder)
@@ -170,6 +176,8 @@ def test_what_a_strangers_checkpoint_names_is_not_run(
         completeness.seal(folder, HERE)
     monkeypatch.setattr(resuming, "gather_answers", list)
     run = {"output_dir": str(tmp_path), "world_size": 2, "save_on_each_node": False, "train_batch_size": 2}
+    run |= {"auto_find_batch_size": False}
+    run["should_save"] = True
     run |= {"gradient_accumulation_steps": 2, "ignore_data_skip": False, "resume_from_checkpoint": str(folder)}
     reasons = []
     for rank in range(2):  # each reads its share, and in a run every rank hears of it
@@ -299,7 +307,7 @@ def test_a_file_that_the_marker_does_not_list_is_damage(spoil: Any, tmp_path: Pa
 def test_each_rank_hashes_what_it_wrote(tmp_path: Path) -> None:
     names = (*SHARDED, *REST, "pytorch_model_fsdp_0/__1_0.distcp", *ZERO, "checkpoint.json")
     folder = written(tmp_path / "checkpoint-4", *names)
-    parts = [marker.own_hashes(folder, rank, 2, {}) for rank in range(2)]
+    parts = [marker.own_hashes(folder, rank, 2) for rank in range(2)]
     assert set(parts[1]) == {"rng_state_1.pth", "pytorch_model_fsdp_0/__1_0.distcp", ZERO[1]}
     whole = marker.read(folder)
     assert whole is not None
@@ -415,3 +423,13 @@ def test_an_adapter_that_lacks_tensors_is_not_resumed(gone: str, tmp_path: Path)
         UserError, match=rf"holds {held} of the adapter's 4 tensors; it lacks LoRA tensors of 1 of 2 modu"
     ):
         trainer._load_from_checkpoint(str(tmp_path))
+
+
+def test_deepspeed_reads_as_data_while_it_loads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It passes `weights_only=False`, as a script may for files of its own."""
+    monkeypatch.delenv(loading.RESTRICTED, raising=False)
+    saved = io.BytesIO()
+    torch.save({"run": print}, saved)
+    with loading.as_data(by_deepspeed=True), pytest.raises(pickle.UnpicklingError):
+        torch.load(io.BytesIO(saved.getvalue()), weights_only=False)
+    assert torch.load(io.BytesIO(saved.getvalue()), weights_only=False) == {"run": print}

@@ -44,6 +44,38 @@ def test_ctrl_c_saves_and_stops_and_the_run_goes_on(
     assert signal.getsignal(signal.SIGINT) == before[signal.SIGINT]
 
 
+def test_after_a_smaller_batch_a_signal_still_stops_and_the_same_command_resumes(
+    tiny_model: Path, text_data: Path, tmp_path: Path, sft: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--auto_find_batch_size` begins training twice in one process."""
+    flags = ["--model_name_or_path", tiny_model, "--dataset_name", text_data, "--output_dir", tmp_path / "run"]
+    flags += ["--max_steps", "4", "--per_device_train_batch_size", "4", "--disable_tqdm", "true"]
+    flags += ["--auto_find_batch_size", "true"]
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    step = trainer.SftTrainer.training_step
+    sizes: list[int] = []
+
+    def scarce(self: Any, model: Any, inputs: Any, *args: Any) -> Any:
+        sizes.append(len(inputs["input_ids"]))
+        if sizes[-1] > 3:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        if len(sizes) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+        return step(self, model, inputs, *args)
+
+    monkeypatch.setattr(trainer.SftTrainer, "training_step", scarce)
+    stopped = sft(*flags)
+    assert stopped.code == 75, stopped.output
+    for number, handler in before.items():
+        assert signal.signal(number, handler) == signal.SIG_IGN
+    resumed = sft(*flags, "--resume_from_checkpoint", "true")
+    assert resumed.code == 0, resumed.output
+    assert "--auto_find_batch_size goes on with 3 rows per device" in resumed.output
+    assert sizes == [4, 3, 3, 3, 3]
+    assert {number: signal.getsignal(number) for number in SIGNALS} == before
+
+
 def test_a_second_ctrl_c_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """An echo of the first, by the launcher, doesn't."""
     ended: list[int] = []

@@ -1,14 +1,17 @@
 """`--checkpoint_uri`: runs whose checkpoints are in an object store, which a real S3 server holds here."""
 
-import json
+import os
 import re
 import shutil
+import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from conftest import SFT, accel_fsdp, accelerate_launch
+from conftest import ROOT, SFT, accel_fsdp, accelerate_launch
 from stores import KEYS, S3, s3  # noqa: F401  # a fixture
 from test_training import make_config, sft_args
 
@@ -109,7 +112,7 @@ def test_a_store_that_fails_delays_no_step(
     assert re.fullmatch(what, down), down  # what is said of a connection depends on where it broke
     last = next(line for line in lines if line.startswith("checkpoint-6 is at"))
     assert lines.index(down) < lines.index(last)
-    assert "rank 1: The AWS Access Key Id you provided does not exist in our records." in finished.output
+    assert "The AWS Access Key Id you provided does not exist in our records." in finished.output
     local = content(tmp_path / "run" / "checkpoint-6")
     stored = {name for name in s3.names("bucket") if "/checkpoint-" in name}
     assert stored == {f"runs/first/checkpoint-6/{name}" for name in local}
@@ -127,7 +130,7 @@ def test_a_store_that_never_answers(
     text_data: Path,
     tmp_path: Path,
 ) -> None:
-    """Training goes on to its end, and the exit code says that something is missing; `--push` brings it later."""
+    """Training goes on to its end, and the exit code says that something is missing; the next run brings it."""
     if case == "wrong key":
         s3.make("bucket")
         s3.refuses = lambda method, path: "InvalidAccessKeyId"
@@ -141,31 +144,15 @@ def test_a_store_that_never_answers(
     assert f"{uri}: {reason}" in finished.output
     assert "training goes on, and checkpoints are uploaded once it answers" in finished.output
     assert f"error: not uploaded to {uri}: checkpoint-6: {reason}" in finished.output, finished.output
-    command = f"accel-fsdp checkpoints {run} --push {uri}"
-    assert f"  fix: {command}" in finished.output
+    assert "  fix: the same command with --resume_from_checkpoint true" in finished.output
     assert (run / "final" / "model.safetensors").exists()
-
-    down = accel_fsdp(*command.split()[1:])
-    assert down.code == 1
-    assert f"error: {uri}: {reason}" in down.output
     s3.refuses = lambda method, path: ""
     if case == "no bucket":
         s3.make("bucket")
-    pushed = accel_fsdp(*command.split()[1:])
-    assert pushed.code == 0, pushed.output
-    shown = json.loads(accel_fsdp("checkpoints", uri, "--json").output)
-    assert [(row["step"], row["complete"], row["engine"], row["ranks"]) for row in shown] == [(6, True, "FSDP", 2)]
-    assert shown[0]["loss"] == json.loads(accel_fsdp("checkpoints", run, "--json").output)[-1]["loss"]
-    assert "is there already" in accel_fsdp(*command.split()[1:]).output
-
-    other = tmp_path / "other"
-    pulled = accel_fsdp("checkpoints", other, "--pull", uri)
-    assert pulled.code == 0, pulled.output
-    assert content(other / "checkpoint-6") == content(run / "checkpoint-6")
-    assert content(other / "model") == content(run / "model")
-    checked = accel_fsdp("check", config, "--checkpoint", f"{uri}/checkpoint-6")
-    assert checked.code == 0, checked.output
-    assert accel_fsdp("checkpoints", uri, "--delete", "6").code == 1  # the last one
+    again = accelerate_launch(config, SFT, *args, "--resume_from_checkpoint", "true")
+    assert again.code == 0, again.output
+    local = {f"run/checkpoint-6/{name}" for name in content(run / "checkpoint-6")}
+    assert {name for name in s3.names("bucket") if "/checkpoint-6/" in name} == local
 
 
 def test_what_the_store_holds_is_not_trusted(
@@ -196,7 +183,7 @@ def test_what_the_store_holds_is_not_trusted(
 
     s3.stop()
     new = sft_args(
-        tiny_model, text_data, tmp_path / "new", *args, "false", "--max_steps", "2", "--upload_timeout", "60"
+        tiny_model, text_data, tmp_path / "new", *args, "false", "--max_steps", "2", "--upload_timeout", "20"
     )
 
     def come_back() -> None:
@@ -209,6 +196,58 @@ def test_what_the_store_holds_is_not_trusted(
     refused = accelerate_launch(config, SFT, *new)
     thread.join()
     assert refused.code == 1
-    assert f"error: not uploaded to {uri}: all checkpoints: it holds checkpoint-6 of another run" in refused.output
+    assert f"error: not uploaded to {uri}: checkpoint-2: it holds checkpoint-6 of another run" in refused.output
     assert s3.names("bucket") == kept
     assert (tmp_path / "new" / "final" / "model.safetensors").exists()
+
+
+FETCHING = """
+import sys
+from types import SimpleNamespace
+from accelerate import PartialState
+from accel_fsdp import disks
+from accel_fsdp.errors import UserError
+from accel_fsdp.training import resuming
+
+def full(*args, **kwargs):
+    raise UserError("the disk is too small", why="", fix="")
+
+state = PartialState(cpu=True)
+disks.check_room = full
+asked = {"output_dir": sys.argv[2], "resume_from_checkpoint": "auto", "checkpoint_uri": sys.argv[1]}
+ranks = {"process_index": state.process_index, "world_size": state.num_processes}
+ranks |= {"save_on_each_node": False, "should_save": False}
+try:
+    resuming.newest(SimpleNamespace(**asked, **ranks))
+except UserError as error:
+    print(error.what, flush=True)
+"""
+
+
+def test_a_disk_too_small_for_the_stored_one_is_an_error_of_all_ranks(
+    config: Path, tiny_model: Path, text_data: Path, tmp_path: Path
+) -> None:
+    """The first rank alone looks at the disk; the other must not wait for it."""
+    uri = f"file://{tmp_path}/store/run"
+    args = sft_args(tiny_model, text_data, tmp_path / "first", *STEPS, "--checkpoint_uri", uri)
+    first = accelerate_launch(config, SFT, *args)
+    assert first.code == 0, first.output
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    command = [sys.executable, "-c", FETCHING, uri, str(tmp_path / "run")]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **where, "RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    try:
+        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all(output.endswith("the disk is too small\n") for output in outputs), outputs

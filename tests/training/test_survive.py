@@ -243,8 +243,7 @@ def test_a_disk_that_fills_up(tiny_model: Path, rows: Path, tmp_path: Path) -> N
     (tmp_path / "run").rmdir()
     small = in_small_disk("size=1m", config, SFT, *flags)
     assert small.code != 0
-    assert "2 checkpoints of about" in small.output
-    assert "  loss " not in small.output
+    assert re.search(r"error: cannot save .*checkpoint-4: the disk is full", small.output), small.output
     (tmp_path / "run").rmdir()
     shutil.rmtree(tmp_path / "copy")
     refused = in_small_disk("ro", config, SFT, *flags)

@@ -1,6 +1,7 @@
 """Rules about a checkpoint or export folder (`--checkpoint`)."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from accel_fsdp.checkpoints import file_names
 from accel_fsdp.job import UNLESS_SFT
@@ -132,7 +133,14 @@ def checkpoint_of_weights_only(subject: Subject) -> Iterator[Finding]:
     """A checkpoint with Hugging Face weights alone, as `--save_only_model` writes it: FSDP can't resume from it."""
     saved = subject.checkpoint
     has_weights_only = saved is not None and saved.trainer_state and saved.hub and not (saved.sharded or saved.full)
-    if saved is not None and subject.is_fsdp and has_weights_only:
+    if saved is not None and subject.is_fsdp and saved.zero:
+        yield Finding(
+            "",
+            f"{saved.name} was written by DeepSpeed",
+            "FSDP can't resume from it",
+            f"accel-fsdp convert {saved.name} NEW_RUN/{Path(saved.name).name} --to fsdp2",
+        )
+    elif saved is not None and subject.is_fsdp and has_weights_only:
         yield Finding(
             "",
             f"{saved.name} holds weights only, no FSDP checkpoint",

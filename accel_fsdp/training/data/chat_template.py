@@ -1,7 +1,7 @@
 """Converts conversations to text with the tokenizer's chat template, and finds the assistant's turns in it.
 
-A template with `{% generation %}` marks them itself. For other templates the marks around an assistant's turn come from
-a trial conversation, and every turn that is found is compared with the row's text: an unproven turn is refused.
+A template with `{% generation %}` marks them itself. Others must be of a known family, whose marks a trial conversation
+shows. Every turn is compared with the row's text: an unproven turn is refused.
 """
 
 import re
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp import time_limits
 from accel_fsdp.errors import UserError
 from accel_fsdp.models import read_tokenizer
 from accel_fsdp.training.data.columns import BadRow, Chat, or_bad_row
@@ -18,8 +17,6 @@ from accel_fsdp.training.data.columns import BadRow, Chat, or_bad_row
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TRIAL_SECONDS = 20.0
-"""The time limit of one conversation of two turns, which takes a thousandth of it."""
 QUESTION, ANSWER = "Xquestionx", "Xanswerx"
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 END_OF_THOUGHT = "</think>"
@@ -32,44 +29,38 @@ class Marks:
     """The text before and after an assistant's text.
 
     `opening` comes first, then possibly one of `added`, which the template writes itself in some turns (an empty
-    thought), and one of `endings` last: an end token with the white space before it. Longest first.
+    thought), and one of `endings` last, an end token.
     """
 
     opening: str
-    added: tuple[str, ...]
     endings: tuple[str, ...]
+    added: tuple[str, ...] = ()
+
+
+FAMILIES = (
+    Marks("<|im_start|>assistant\n", ("<|im_end|>",), ("<think>\n\n</think>\n\n",)),  # ChatML: Qwen, SmolLM, Yi
+    Marks("<|start_header_id|>assistant<|end_header_id|>\n\n", ("<|eot_id|>",)),  # Llama 3
+    Marks("<|header_start|>assistant<|header_end|>\n\n", ("<|eot|>",)),  # Llama 4
+    Marks("<start_of_turn>model\n", ("<end_of_turn>",)),  # Gemma
+    Marks("[/INST]", ("</s>",)),  # Mistral, Llama 2
+    Marks("<|im_start|>assistant<|im_sep|>", ("<|im_end|>",)),  # Phi-4
+    Marks("<|assistant|>\n", ("<|end|>", "</s>", "<|endoftext|>")),  # Phi-3, Zephyr, OLMo
+    Marks("<|assistant|>", ("<|end|>",)),  # Phi-4-mini
+    Marks("<|start_of_role|>assistant<|end_of_role|>", ("<|end_of_text|>",)),  # Granite
+    Marks("<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>", ("<|END_OF_TURN_TOKEN|>",)),  # Command R
+    Marks("<\uff5cAssistant\uff5c>", ("<\uff5cend\u2581of\u2581sentence\uff5c>",)),  # DeepSeek
+)
 
 
 def require_template(tokenizer: "PreTrainedTokenizerBase") -> None:
     """Refuses conversations if the tokenizer has no chat template."""
-    if tokenizer.chat_template is not None:
-        _check_ends(tokenizer)
-    else:
+    if tokenizer.chat_template is None:
         raise UserError(
             "the tokenizer has no chat template, but the data set has messages",
             why="the model's chat format is unknown",
             fix="use the instruct version of the model, --chat_template_path with its tokenizer or a Jinja file, or a "
             "data set with a text column",
         )
-
-
-def _check_ends(tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Writes a trial conversation in bounded time: a template is a program, and may loop for years.
-
-    Its errors are ignored here, because the rows may be what it expects.
-    """
-    trial = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
-    try:
-        with time_limits.at_most(TRIAL_SECONDS):
-            tokenizer.apply_chat_template(trial, tokenize=False)
-    except TimeoutError as error:
-        raise UserError(
-            f"the chat template takes more than {TRIAL_SECONDS:.0f} seconds for a question and its answer",
-            why="a template is a program, and this one may never end",
-            fix="read it, in chat_template.jinja or tokenizer_config.json; --chat_template_path gives another one",
-        ) from error
-    except Exception:  # a template may raise any error
-        pass
 
 
 def use_template(tokenizer: "PreTrainedTokenizerBase", source: str | None) -> None:
@@ -102,46 +93,26 @@ def marks(tokenizer: "PreTrainedTokenizerBase") -> Marks | None:
     Two questions are asked, because templates write the last answer and those before it differently.
 
     Raises:
-        UserError: the template doesn't mark the assistant's turns in a way that a trial can show.
+        UserError: the template is of no known family.
     """
     if GENERATION.search(tokenizer.get_chat_template()):
         return None
-    question = [{"role": "user", "content": QUESTION}]
-    two_turns = [*question, {"role": "assistant", "content": ANSWER}] * 2
-    parts = re.split(f"{QUESTION}|{ANSWER}", _render(tokenizer, two_turns))
-    opening, endings, before = "", [""], parts[1::2]
-    if len(parts) == 5:
-        prefix = _render(tokenizer, question).partition(QUESTION)[2]
-        prompted = _render(tokenizer, question, add_generation_prompt=True).partition(QUESTION)[2]
-        opening = _opening(prompted.removeprefix(prefix), before)
-        endings = [_ending(tokenizer, after) for after in parts[2::2]]
-    if not opening or not all(endings):
-        raise UserError(
-            "the chat template doesn't mark where the assistant's text "
-            + ("begins" if not opening else "ends with a special token"),
-            why="--assistant_only_loss couldn't prove which tokens are the assistant's",
-            fix="leave out --assistant_only_loss, or give a template with {% generation %} by --chat_template_path",
-        )
-    added = {text.rpartition(opening)[2] for text in before} - {""}
-    return Marks(opening, _longest_first(added), _longest_first(set(endings)))
+    two_turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}] * 2
+    text = _render(tokenizer, two_turns)
+    for family in FAMILIES:
+        if family.opening in text and _answers_in(text, family) == [ANSWER, ANSWER]:
+            return family
+    raise UserError(
+        "the chat template marks the assistant's text as no known family of models does",
+        why="--assistant_only_loss and --completion_only_loss couldn't prove which tokens are the assistant's",
+        fix="a template with {% generation %} around that text, by --chat_template_path; or --completion_only_loss "
+        "false without --assistant_only_loss",
+    )
 
 
-def _longest_first(texts: set[str]) -> tuple[str, ...]:
-    return tuple(sorted(texts, key=lambda text: (-len(text), text)))
-
-
-def _opening(prompt: str, before: list[str]) -> str:
-    """The common beginning of the generation prompt and all turns; else the text between question and answer."""
-    lengths = range(len(prompt), 0, -1)
-    shared = next((prompt[:length] for length in lengths if all(prompt[:length] in text for text in before)), "")
-    return shared or (before[0] if len(set(before)) == 1 else "")
-
-
-def _ending(tokenizer: "PreTrainedTokenizerBase", after: str) -> str:
-    tokens = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
-    white = after[: len(after) - len(after.lstrip())]
-    following = [token for token in tokens if after[len(white) :].startswith(token)]
-    return white + max(following, key=len) if following else ""
+def _answers_in(text: str, marks: Marks) -> list[str]:
+    spans = or_bad_row(_spans_between, text, marks)
+    return [] if isinstance(spans, BadRow) else [_text_without_ending(text[slice(*span)], marks) for span in spans]
 
 
 def _render(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]], **options: Any) -> str:

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any, TypeVar
 
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
@@ -20,7 +18,6 @@ ALIASES = {
 """The columns that are found without a flag, the most usual name first; `--columns` names others."""
 
 KINDS = {"messages": ("messages",), "pair": ("prompt", "completion"), "instruction": ("instruction", "output")}
-ANSWERS = ("completion", "output", "answer", "response")
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
 """Chat-template roles for the values of ShareGPT's `from`."""
 
@@ -71,13 +68,11 @@ class RowReader:
     kind: str
     column: Mapping[str, str]
     chats: bool
-    prompt_template: str | None = None
-    completion_template: str | None = None
 
     @property
     def has_completion(self) -> bool:
         """Whether the rows have a prompt and a completion, so that the loss can leave out the prompt."""
-        return self.kind in ("pair", "instruction", "template")
+        return self.kind in ("pair", "instruction")
 
     def __call__(self, row: Mapping[str, Any]) -> Example:
         """Reads a row. Raises `Empty` for a part without text, `BadRow` for one of another type."""
@@ -88,8 +83,6 @@ class RowReader:
             return _pair(parts["prompt"], parts["completion"])
         if self.kind == "instruction":
             return self._instruction(parts)
-        if self.kind == "template":
-            return self._rendered(row)
         return _text(parts["text"], self.column["text"])
 
     def _instruction(self, row: Mapping[str, Any]) -> Example:
@@ -101,13 +94,6 @@ class RowReader:
         extra_part = ALPACA_INPUT.format(input=extra) if extra else ""
         return Pair(ALPACA.format(instruction=instruction, input=extra_part), output)
 
-    def _rendered(self, row: Mapping[str, Any]) -> Example:
-        assert self.prompt_template is not None
-        assert self.completion_template is not None
-        prompt = _render("prompt", self.prompt_template, row)
-        completion = _text(_render("completion", self.completion_template, row), "the completion")
-        return _question_chat(prompt, completion) if self.chats else Pair(prompt, completion)
-
 
 def reader(
     columns: Sequence[str],
@@ -115,8 +101,6 @@ def reader(
     chats: bool,
     named: Mapping[str, str] | None = None,
     text_field: str = "text",
-    prompt_template: str | None = None,
-    completion_template: str | None = None,
 ) -> RowReader:
     """Chooses how rows with these columns are read; the user's names take precedence over the usual ones.
 
@@ -124,8 +108,6 @@ def reader(
     """
     named = dict(named or {})
     _check_named(named, columns)
-    if prompt_template is not None:
-        return _templated(columns, chats, prompt_template, completion_template)
     column = {part: named.get(part) or _first_present(names, columns) for part, names in ALIASES.items()}
     named_columns = {part: name for part, name in column.items() if name}
     kinds = [kind for kind, parts in KINDS.items() if all(part in named_columns for part in parts)]
@@ -164,90 +146,8 @@ def _no_columns(columns: Sequence[str], text_field: str) -> UserError:
         f"the data set has neither messages, prompt and completion, instruction and output, nor {text_field}, only: "
         + ", ".join(columns),
         why="the text to train on is unknown",
-        fix="name them, such as --columns prompt=question completion=answer, --dataset_text_field COLUMN, or write "
-        "--prompt_template '{{ question }}'",
+        fix="name them, such as --columns prompt=question completion=answer, or --dataset_text_field COLUMN",
     )
-
-
-def _templated(columns: Sequence[str], chats: bool, prompt: str, completion: str | None) -> RowReader:
-    prompt = template_text(prompt)
-    _check_template("--prompt_template", prompt, columns)
-    answer = _first_present(ANSWERS, columns)
-    if completion is None and answer is None:
-        raise UserError(
-            "--prompt_template without an answer: no column is named " + ", ".join(ANSWERS),
-            why="there is nothing to train on",
-            fix="--completion_template '{{ COLUMN }}' with one of: " + ", ".join(columns),
-        )
-    completion = "{{ " + str(answer) + " }}" if completion is None else template_text(completion)
-    _check_template("--completion_template", completion, columns)
-    return RowReader("template", {}, chats, prompt, completion)
-
-
-def template_text(value: str) -> str:
-    r"""The template that a flag gives: a file's content, or the text itself, in which \n stands for a line feed."""
-    try:
-        if Path(value).is_file():
-            return Path(value).read_text(encoding="utf-8").removesuffix("\n")
-    except OSError:  # too long for a file's name
-        pass
-    return value.replace("\\n", "\n")
-
-
-def _check_template(flag: str, text: str, columns: Sequence[str]) -> None:
-    from jinja2 import TemplateError, meta
-
-    try:
-        used = meta.find_undeclared_variables(_environment().parse(text)) - set(_environment().globals)
-        _compiled(text)
-    except TemplateError as error:
-        raise UsageError(
-            f"{flag} is not a Jinja template: {error}", why="no prompt can be made", fix="such as '{{ question }}'"
-        ) from error
-    if not used:
-        raise UsageError(
-            f"{flag} uses no column: {text}",
-            why="it would be the same text in every row" + ("; there is no such file" if "/" in text else ""),
-            fix="a text such as '{{ question }}', or a file with one",
-        )
-    if unknown := used - set(columns):
-        name = min(unknown)
-        raise UsageError(
-            f"{flag} uses {name}, which is not a column.{did_you_mean(name, columns)}",
-            why="it would be empty in every row",
-            fix="one of: " + ", ".join(columns),
-        )
-
-
-def _render(part: str, template: str, row: Mapping[str, Any]) -> str:
-    from jinja2 import TemplateError
-
-    try:
-        return str(_compiled(template).render(row))
-    except (TemplateError, TypeError, IndexError, KeyError) as error:
-        raise BadRow(f"the {part} template fails: {error}") from error
-
-
-@cache
-def _compiled(text: str) -> Any:
-    return _environment().from_string(text)
-
-
-@cache
-def _environment() -> Any:
-    from jinja2 import StrictUndefined
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
-    environment.filters["lettered"] = lettered
-    return environment
-
-
-def lettered(options: Sequence[object]) -> str:
-    """The options of a multiple-choice question, one a line: `A. first`, `B. second`."""
-    if isinstance(options, str) or not isinstance(options, Sequence):
-        raise BadRow("lettered needs a list of options, not one text")
-    return "\n".join(f"{chr(ord('A') + number)}. {option}" for number, option in enumerate(options))
 
 
 def _question_chat(prompt: str, completion: str) -> Chat:

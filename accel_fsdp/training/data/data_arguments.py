@@ -26,16 +26,6 @@ class DataArguments:
         "completion; instruction, input and output.",
     )
     dataset_text_field: str = HfArg(default="text", help="Column of plain text.")
-    prompt_template: str | None = HfArg(
-        default=None,
-        help="Jinja text or file that makes the prompt from a row's columns, such as "
-        r"'{{ question }}\n{{ options | lettered }}'. The model's chat template goes around it.",
-    )
-    completion_template: str | None = HfArg(
-        default=None,
-        help="The same for the answer, such as '{{ \"ABCD\"[answer] }}'. Default: the column completion, "
-        "output, answer or response.",
-    )
     chat_template_path: str | None = HfArg(
         default=None, help="Jinja file, or model whose chat template is used in place of this model's."
     )

@@ -1,6 +1,5 @@
-"""Loads data sets from the hub and from files, and names the broken file and row."""
+"""Loads data sets from the hub and from files."""
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,7 +35,7 @@ def load(name: str, config_name: str | None = None, *, streaming: bool = False) 
             return _load(name, path, config_name, streaming)
     except _load_errors() as error:
         hint = "" if path.exists() else " (and there is no file or folder of that name here)"
-        raise _unreadable(name, (_broken_file(path) or _cause(error)) + hint) from error
+        raise _unreadable(name, _cause(error) + hint) from error
 
 
 def check_name(name: str) -> None:
@@ -68,18 +67,14 @@ def _load(name: str, path: Path, config_name: str | None, streaming: bool) -> "D
 
 @contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Names the broken file if reading rows in the block fails.
+    """Raises a UserError if rows that are read in the block, such as those of a stream, can't be parsed."""
+    from datasets.exceptions import DatasetsError
+    from pyarrow import ArrowInvalid  # type: ignore[import-untyped]
 
-    Raises:
-        UserError: a file of the data set can't be parsed. Errors of other kinds stay as they are.
-    """
     try:
         yield
-    except _load_errors() as error:
-        broken = _broken_file(Path(name)) if Path(name).exists() else None
-        if broken is None:
-            raise
-        raise _unreadable(name, broken) from error
+    except (DatasetsError, ArrowInvalid) as error:
+        raise _unreadable(name, _cause(error)) from error
 
 
 @contextmanager
@@ -151,55 +146,6 @@ def whole(rows: "Dataset | IterableDataset") -> "Dataset":
     from datasets import Dataset, IterableDataset
 
     return Dataset.from_list(list(rows)) if isinstance(rows, IterableDataset) else rows
-
-
-def place(name: str, config_name: str | None, split: str, row: int) -> str:
-    """The location of row `row` (from 0) of a split for the user: file and row in it, from 1; else the split's row."""
-    for file, rows in _files(name, config_name, split):
-        if row < rows:
-            return f"{file}, row {row + 1}"
-        row -= rows
-    return f"{name}, split {split}, row {row + 1}" if split else f"{name}, row {row + 1}"
-
-
-def _files(name: str, config_name: str | None, split: str) -> list[tuple[str, int]]:
-    """The files of a local split with their numbers of rows, in the order in which datasets reads them."""
-    from datasets import load_dataset, load_dataset_builder
-
-    path = Path(name)
-    if path.is_file():
-        return [(name, len(load_dataset(_builder(path), data_files=name, split=split)))]
-    if not path.is_dir() or any((path / file).is_file() for file in SAVED):
-        return []
-    data_files = load_dataset_builder(name, config_name).config.data_files or {}
-    files = [Path(file) for file in data_files.get(split, []) if Path(file).suffix in FILE_BUILDERS]
-    return [(str(file), len(load_dataset(_builder(file), data_files=str(file), split="train"))) for file in files]
-
-
-def _broken_file(path: Path) -> str | None:
-    """The first file that can't be read on its own, with its line if known."""
-    from datasets import load_dataset
-
-    paths = sorted(path.rglob("*")) if path.is_dir() else [path]
-    for file in (file for file in paths if file.suffix in FILE_BUILDERS and file.is_file()):
-        try:
-            load_dataset(_builder(file), data_files=str(file))
-        except _load_errors() as error:
-            line = _broken_line(file) if file.suffix == ".jsonl" else None
-            return f"{file}, {line or _cause(error)}"
-    return None
-
-
-def _broken_line(file: Path) -> str | None:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                json.loads(line.strip() or b"{}")
-            except json.JSONDecodeError as error:
-                return f"line {number}, column {error.colno}: {error.msg.removesuffix(' at')}"
-            except UnicodeDecodeError:
-                return f"line {number}: not UTF-8"
-    return None
 
 
 def _cause(error: Exception) -> str:

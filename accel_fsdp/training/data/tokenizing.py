@@ -158,8 +158,6 @@ def make_encoder(first: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase",
         chats=tokenizer.chat_template is not None,
         named=options.named_columns(),
         text_field=options.dataset_text_field,
-        prompt_template=options.prompt_template,
-        completion_template=options.completion_template,
     )
     is_conversation = isinstance(reader(first), columns.Chat)
     if is_conversation:
@@ -228,7 +226,9 @@ def _refuse_bad_rows(encoded: "Dataset", rows: "Dataset", options: DataArguments
 
 
 def _place(rows: "Dataset", row: int, options: DataArguments) -> str:
-    return load.place(options.dataset_name, options.dataset_config, str(rows.split or ""), row)
+    """The name of row `row` (from 0) for the user: that of a file, or of a data set's split, and its number from 1."""
+    is_file = Path(options.dataset_name).is_file() or not rows.split
+    return f"{options.dataset_name}, {'' if is_file else f'split {rows.split}, '}row {row + 1}"
 
 
 def _bad_row(place: str, problem: str) -> UserError:

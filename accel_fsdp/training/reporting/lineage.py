@@ -30,9 +30,8 @@ ADAPTER = (
     *("lora_modules_to_save", "use_rslora"),
 )
 DATA = (
-    *("dataset_config", "dataset_train_split", "streaming", "columns", "dataset_text_field", "prompt_template"),
-    *("completion_template", "chat_template_path", "assistant_only_loss", "completion_only_loss", "max_length"),
-    "truncation_mode",
+    *("dataset_config", "dataset_train_split", "streaming", "columns", "dataset_text_field", "chat_template_path"),
+    *("assistant_only_loss", "completion_only_loss", "max_length", "truncation_mode"),
 )
 ORDER = ("seed", "data_seed", "train_sampling_strategy", "dataloader_drop_last")
 SCHEDULE = (

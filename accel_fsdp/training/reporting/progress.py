@@ -20,11 +20,13 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.trainer_utils import has_length
 
 from accel_fsdp import console
 from accel_fsdp.errors import UserError, in_a_line
 from accel_fsdp.hardware import host
 from accel_fsdp.job import Job
+from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.training.data import IGNORED
 from accel_fsdp.training.reporting import run_plan
 from accel_fsdp.training.reporting.run_plan import Forecast
@@ -66,6 +68,9 @@ class Tally:
         mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
         tokens = ids.new_tensor(ids.numel()) if mask is None or mask.dim() != 2 else (mask != 0).sum()
         documents = ids.new_tensor(ids.shape[0]) if positions is None else (positions == 0).sum()
+        if mask is None and positions is not None and "labels" in inputs:
+            padding = _padding(positions, inputs["labels"])
+            tokens, documents = tokens - padding.sum(), documents - (padding > 0).sum()
         trained = (inputs["labels"] != IGNORED).any() if "labels" in inputs else 1  # else it fills a rank's last step
         self._counted = self._counted + torch.stack([tokens, documents]).double() * trained
         if ids.numel() > self.rows * self.length:
@@ -92,11 +97,20 @@ class Tally:
         return float(ranks[:, 0].sum()), float(ranks[:, 1].sum()), int(ranks[:, 2].max()), seconds
 
 
+def _padding(positions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The padding of each packed row: its last document, if no token of it is trained (see `data.batching`)."""
+    places = torch.arange(positions.shape[-1], device=positions.device)
+    last_begin = torch.where(positions == 0, places, -1).amax(-1)
+    last_label = torch.where(labels != IGNORED, places, -1).amax(-1)
+    return (positions.shape[-1] - last_begin) * (last_label < last_begin)
+
+
 class ProgressReport(TrainerCallback):  # type: ignore[misc]
     """Adds to Trainer's log, prints a line of it, and compares the second step's memory with the plan."""
 
-    def __init__(self, job: Job | None, accelerator: "Accelerator") -> None:
-        self.job, self.accelerator, self.tally = job, accelerator, Tally()
+    def __init__(self, job: Job | None, accelerator: "Accelerator", parameters: tuple[int, int] = (0, 0)) -> None:
+        """`parameters`: those that are trained, and all."""
+        self.job, self.accelerator, self.tally, self.parameters = job, accelerator, Tally(), parameters
         self.gpu, self.why_unknown = run_plan.gpu_here()
         self.forecast: Forecast | None = None
         self.why_no_plan = ""
@@ -142,9 +156,13 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
         logs["peak_memory_gib" if on_gpu else "peak_host_memory_gib"] = peak / GIB
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Logs the host memory that loading and sharding took; on GPUs reads the plan's forecast for the model."""
+        """Logs the run's size and the host memory that loading took; on GPUs reads the plan's forecast."""
+        if args.logs_often:
+            args.logging_steps = state.logging_steps = logging_steps(state.max_steps)
         peaks = gather(torch.tensor([host.peak_memory()], device=args.device)).tolist()
         if state.is_world_process_zero:
+            for text in beginning(*self.parameters, *_batch_and_steps(args, state, kwargs.get("train_dataloader"))):
+                console.say(text, style="cyan")
             others = f", of the others at most {gib_or_mib(max(peaks[1:]))}" if peaks[1:] else ""
             console.say(f"host memory while loading: peak of rank 0 {gib_or_mib(peaks[0])}{others}", style="cyan")
             if self.gpu is None and torch.cuda.is_available():
@@ -281,6 +299,15 @@ def _accuracy(logs: Mapping[str, float], prefix: str = "") -> str:
 def logging_steps(max_steps: int) -> int:
     """The default number of steps between two lines of the log."""
     return max(1, min(LOGGING_STEPS, max_steps // LOGGING_STEPS))
+
+
+def _batch_and_steps(
+    args: TrainingArguments, state: TrainerState, loader: Any
+) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    micro, ranks = args.gradient_accumulation_steps, LaunchEnvironment.now().with_rows(range(args.world_size))
+    per_epoch = max(-(-len(loader) // micro), 1) if has_length(loader) else state.max_steps
+    rows = state.train_batch_size if args.auto_find_batch_size else args.train_batch_size  # a resumed state has its own
+    return (int(rows or 1), micro, len(ranks)), (per_epoch, state.global_step, state.max_steps)
 
 
 def beginning(trained: int, parameters: int, batch: tuple[int, int, int], steps: tuple[int, int, int]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The record of a run in its output folder: `run.json` from its start on, and `loss.svg` at its end."""
+"""The record of a run in its output folder: `run.json`."""
 
 import json
 import math
@@ -11,13 +11,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import atomic_files, svg
+from accel_fsdp import atomic_files
 from accel_fsdp.checkpoints import file_names, summary
 from accel_fsdp.launch import agreement
 from accel_fsdp.launch_environment import LaunchEnvironment
-from accel_fsdp.svg import Curve, Words
-
-CURVE_WIDTH = 720
 
 
 class RunRecord:
@@ -51,15 +48,9 @@ class RunRecord:
         self.content["timings_seconds"][phase], self._since = round(now - self._since, 3), now
 
     def finish(self, log_history: list[dict[str, float]], totals: Mapping[str, Any], status: str = "finished") -> None:
-        """Records the end of the run: its log, its losses, its counts, and the loss curve where there is one."""
+        """Records the end of the run: its log, its losses and its counts."""
         self.content.update(status=status, results={**results(log_history), **totals}, log=log_history)
         self._write()
-        curves = loss_curves(log_history)
-        if self._writes and curves:
-            words = Words("Loss over steps", "; ".join(f"{name} loss {_ends(values)}" for name, values in curves))
-            loss_lines = [Curve(name, f"c{number}", values) for number, (name, values) in enumerate(curves, start=1)]
-            picture = svg.standalone(svg.losses(words, loss_lines, CURVE_WIDTH))
-            atomic_files.write_text(self.folder / file_names.CURVE, picture)
 
     def _write(self) -> None:
         if self._writes:
@@ -80,28 +71,11 @@ def _device() -> dict[str, Any]:
     return {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
 
 
-def loss_curves(log_history: list[dict[str, float]]) -> list[tuple[str, list[tuple[int, float]]]]:
-    """The points (step, loss) of training and evaluation, without a curve that was never logged."""
-    curves = []
-    for key, name in (("loss", "training"), ("eval_loss", "held-out")):
-        points = [(int(entry["step"]), float(entry[key])) for entry in log_history if key in entry]
-        if points:
-            curves.append((name, points))
-    return curves
-
-
 def results(log_history: list[dict[str, float]]) -> dict[str, dict[str, float]]:
     """First, best and last of each loss that was logged."""
     summaries = {}
-    for name, points in loss_curves(log_history):
-        values = [loss for _, loss in points]
-        summaries[f"{name} loss"] = {
-            "first": values[0],
-            "best": min(filter(math.isfinite, values), default=math.nan),
-            "last": values[-1],
-        }
+    for key, name in (("loss", "training loss"), ("eval_loss", "held-out loss")):
+        if values := [float(entry[key]) for entry in log_history if key in entry]:
+            best = min(filter(math.isfinite, values), default=math.nan)
+            summaries[name] = {"first": values[0], "best": best, "last": values[-1]}
     return summaries
-
-
-def _ends(points: list[tuple[int, float]]) -> str:
-    return f"from {points[0][1]:.4f} to {points[-1][1]:.4f}"

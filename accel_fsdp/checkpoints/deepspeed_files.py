@@ -1,0 +1,60 @@
+"""The folders of DeepSpeed's checkpoints, by the names of their files; no torch."""
+
+import re
+from pathlib import Path
+
+from accel_fsdp import untrusted_files
+from accel_fsdp.checkpoints import file_names
+from accel_fsdp.errors import UserError
+
+CLASSES = (
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+)
+"""DeepSpeed's own classes in its files; nothing of them is needed but the stage's number."""
+
+
+def folder_of(checkpoint: Path) -> Path | None:
+    """The folder of the ranks' files: the one that `latest` names, else the highest `global_stepN`; None without one.
+
+    `Accelerator.save_state` names it `pytorch_model`, Trainer `global_stepN`.
+    """
+    if any(checkpoint.glob(file_names.ZERO_OPTIMIZERS)) or is_universal(checkpoint):
+        return checkpoint
+    name = latest(checkpoint)
+    if name and Path(name).name == name and any((checkpoint / name).glob(file_names.ZERO_OPTIMIZERS)):
+        return checkpoint / name
+    steps = checkpoint.glob(f"{file_names.GLOBAL_STEP}*")
+    return max(steps, key=lambda path: (numbers(path.name), not is_universal(path)), default=None)
+
+
+def is_universal(folder: Path) -> bool:
+    """Whether a folder has a folder for each parameter, instead of the ranks' files."""
+    return (folder / file_names.UNIVERSAL_STATE).is_file()
+
+
+def is_inner(folder: Path) -> bool:
+    """Whether a folder of the ranks' files is inside of a checkpoint."""
+    return folder.name.startswith(file_names.GLOBAL_STEP) or latest(folder.parent) == folder.name
+
+
+def latest(checkpoint: Path) -> str | None:
+    """The folder that DeepSpeed's file `latest` names; None without such a file: `latest` may link to a checkpoint."""
+    path = checkpoint / file_names.LATEST
+    text = None if path.is_dir() else untrusted_files.read_text(path)
+    return None if text is None else text.strip()
+
+
+def numbers(name: str) -> list[int]:
+    return [int(digits) for digits in re.findall(r"\d+", name)]
+
+
+def scaled(folder: Path) -> UserError:
+    """The error for a checkpoint of fp16 that is to become one of another engine."""
+    return UserError(
+        f"{folder} is of fp16",
+        why="engines scale its loss in different ways, and the scale would be lost",
+        fix="resume it under its own engine, or train in bf16",
+    )

@@ -1,0 +1,125 @@
+"""Files that each rank wrote with torch.save, as verl, SkyRL and hand-made loops do: DTensors, or plain shards.
+
+A DTensor says where its part belongs. A plain shard doesn't: it is a part along the first dimension if the ranks' parts
+add up to the shape that the model's config gives, and a copy of the whole if each has that shape.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from accel_fsdp.checkpoints import file_names
+from accel_fsdp.checkpoints.safe_pickles import ERRORS, damaged
+from accel_fsdp.checkpoints.saved_files import SavedFile
+from accel_fsdp.checkpoints.stored import Box, Stored, assembled, same_bytes, short_name
+from accel_fsdp.errors import UserError
+
+Shapes = Mapping[str, tuple[int, ...]]
+Keys = tuple[str, ...]
+
+
+def read(folder: Path, shapes: Shapes | None) -> dict[Keys, Stored]:
+    """The model's tensors by their keys; `shapes` are those of its config, None if unknown.
+
+    Raises:
+        UserError: a file is damaged, a rank lacks a tensor, or it is unknown how the parts belong together.
+    """
+    ranks = [SavedFile(path) for path in file_names.of_ranks(folder).values()]
+    try:
+        return {keys: _tensor(keys, ranks, shapes) for keys in _keys(ranks[0].content, ())}
+    except ERRORS as error:
+        raise damaged(folder, f"holds files that don't belong together: {type(error).__name__} {error}") from error
+
+
+def _keys(content: Any, keys: Keys) -> list[Keys]:
+    if isinstance(content, torch.Tensor):
+        return [keys]
+    inner = content.items() if isinstance(content, dict) else ()
+    return [path for key, value in inner if isinstance(key, str) for path in _keys(value, (*keys, key))]
+
+
+def _tensor(keys: Keys, ranks: list[SavedFile], shapes: Shapes | None) -> Stored:
+    tensor = ranks[0].tensor(keys)
+    short_name(tensor.dtype, ranks[0].path)
+    if isinstance(tensor, DTensor):
+        return _of_dtensors(keys, ranks, tensor)
+    parts = [file.stored(keys) for file in ranks]
+    name = keys[-1]
+    expected = None if shapes is None else shapes.get(_plain(name))
+    if expected is not None and all(part.shape == expected for part in parts):
+        if not all(same_bytes(parts[0], part) for part in parts[1:]):
+            raise _unclear(ranks[0].path, f"{name} is whole in each rank's file, and differs between them")
+        return parts[0]
+    rows = sum(part.shape[0] if part.shape else 0 for part in parts)
+    if expected is None or not expected or expected != (rows, *parts[0].shape[1:]):
+        raise _unclear(ranks[0].path, f"{name} is {[list(part.shape) for part in parts]} in the ranks' files")
+    offsets = [sum(part.shape[0] for part in parts[:rank]) for rank in range(len(parts))]
+    boxes = [
+        Box(file.path, (offset, *(0 for _ in part.shape[1:])), part.shape, part.load)
+        for file, offset, part in zip(ranks, offsets, parts, strict=True)
+    ]
+    return assembled(name, expected, parts[0].dtype, boxes)
+
+
+def _plain(name: str) -> str:
+    from accel_fsdp.checkpoints.tensor_names import clean_name
+
+    return clean_name(name).removeprefix("module.")
+
+
+def _of_dtensors(keys: Keys, ranks: list[SavedFile], first: DTensor) -> Stored:
+    mesh, shape = first.device_mesh.mesh, tuple(first.shape)
+    if mesh.numel() != len(ranks):
+        raise damaged(ranks[0].path, f"is one of {mesh.numel()} ranks' files, and {len(ranks)} are there")
+    boxes: dict[tuple[int, ...], Box] = {}
+    for rank, file in enumerate(ranks):
+        place = [int(index) for index in (mesh == mesh.flatten().sort()[0][rank]).nonzero()[0]]
+        offsets, sizes = _box(shape, tuple(mesh.shape), place, _dtensor(file, keys).placements, file.path)
+        if all(sizes):
+            boxes.setdefault(offsets, Box(file.path, offsets, sizes, partial(_local, file, keys)))
+    return assembled(keys[-1], shape, first.dtype, list(boxes.values()))
+
+
+def _dtensor(file: SavedFile, keys: Keys) -> DTensor:
+    tensor = file.tensor(keys)
+    if not isinstance(tensor, DTensor):
+        raise damaged(file.path, f"holds {keys[-1]} as another kind of tensor than its siblings")
+    return tensor
+
+
+def _local(file: SavedFile, keys: Keys) -> torch.Tensor:
+    """The rank's own part."""
+    with torch.no_grad():
+        return _dtensor(file, keys).to_local()
+
+
+def _box(
+    shape: tuple[int, ...], mesh: tuple[int, ...], place: list[int], placements: Any, path: Path
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offset and sizes of a rank's part. FSDP cuts last what tensor parallelism has cut (`_StridedShard`)."""
+    offsets, sizes = [0] * len(shape), list(shape)
+    by_order = sorted(zip(mesh, place, placements, strict=True), key=lambda item: type(item[2]).__name__ != "Shard")
+    for ranks, index, placement in by_order:
+        if type(placement).__name__ not in ("Replicate", "Shard", "_StridedShard"):
+            raise _unclear(path, f"a tensor is placed as {placement}")
+        if type(placement).__name__ == "Replicate":
+            continue
+        dimension = placement.dim
+        rows = -(-sizes[dimension] // ranks)  # as torch.chunk
+        start = min(rows * index, sizes[dimension])
+        offsets[dimension] += start
+        sizes[dimension] = min(rows, sizes[dimension] - start)
+    return tuple(offsets), tuple(sizes)
+
+
+def _unclear(path: Path, what: str) -> UserError:
+    return UserError(
+        f"{path} and its siblings: {what}",
+        why="it is unclear how the parts belong together",
+        fix="give the model that was trained: --model ID_OR_FOLDER; or gather the state on the ranks that wrote it, "
+        "and save that: torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True",
+    )

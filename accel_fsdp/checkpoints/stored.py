@@ -1,0 +1,150 @@
+"""A tensor in a checkpoint, whoever wrote it: shape, dtype, and how it is loaded. Nothing is read before `load()`."""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_fsdp.checkpoints.safe_pickles import damaged
+from accel_fsdp.checkpoints.safetensors_header import DTYPES, TORCH_NAMES
+from accel_fsdp.errors import UserError
+
+RENEWED_BYTES = 1 << 28
+"""A mapped file is mapped again after so many bytes, because pages that were read count as this process's memory."""
+MOST_CUTS = 8
+"""Dimensions along which the ranks of a mesh may cut one tensor; known are 3."""
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """`load` returns the whole tensor. `in_parts` loads parts of it, each of whole rows, one after another."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    load: Callable[[], torch.Tensor]
+    in_parts: tuple[Callable[[], torch.Tensor], ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a tensor, beginning at `offsets`; `path` is its file."""
+
+    path: Path
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    load: Callable[[], torch.Tensor]
+
+
+class Mapped:
+    """Something opened that maps a file into memory, and that is opened again after RENEWED_BYTES."""
+
+    def __init__(self, open: Callable[[], Any]) -> None:
+        self._open, self._held, self._bytes = open, None, 0  # type: Callable[[], Any], Any, int
+        self._lock = threading.Lock()
+
+    def get(self, size_bytes: int = 0) -> Any:
+        """What was opened, of which `size_bytes` will be read."""
+        with self._lock:
+            if self._held is None or self._bytes > RENEWED_BYTES:
+                self._held, self._bytes = None, 0
+                self._held = self._open()
+            self._bytes += size_bytes
+            return self._held
+
+
+def short_name(dtype: torch.dtype, where: object = "a tensor") -> str:
+    """The name of a dtype in safetensors' headers.
+
+    Raises:
+        UserError: it has none.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise UserError(
+            f"{where} holds a tensor of {name}",
+            why="safetensors has no such numbers",
+            fix="convert it with torch, save the checkpoint again, and export that",
+        )
+    return DTYPES[name]
+
+
+def torch_dtype(short: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, TORCH_NAMES[short])
+    return dtype
+
+
+def of_tensor(tensor: torch.Tensor) -> Stored:
+    """A tensor that is in memory."""
+    return Stored(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+
+
+def same_bytes(first: Stored, second: Stored) -> bool:
+    """Whether two tensors hold the same bytes."""
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
+        return False
+    return torch.equal(bytes_of(first.load()), bytes_of(second.load()))
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor's elements in C order; a tensor that is marked as negative or conjugate is resolved."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8)
+
+
+def assembled(name: str, shape: tuple[int, ...], dtype: torch.dtype, boxes: Sequence[Box]) -> Stored:
+    """A tensor of boxes, which must fill it: all inside, without overlaps, and with sizes that add up to it."""
+    elements = sum(prod(box.sizes) for box in boxes)
+    path = boxes[0].path if boxes else Path(name)
+    if elements != prod(shape) or any(len(box.offsets) != len(shape) for box in boxes):
+        raise damaged(path, f"and its siblings hold {elements} of the {prod(shape)} elements of {name}")
+    if not _fill_exactly(shape, boxes):
+        raise damaged(path, f"and its siblings hold some elements of {name} twice, others never")
+
+    def checked(box: Box) -> torch.Tensor:
+        part = box.load()
+        if part.dtype != dtype or tuple(part.shape) != box.sizes:
+            raise damaged(box.path, f"differs from the description of {name}")
+        return part
+
+    def load() -> torch.Tensor:
+        if len(boxes) == 1:
+            return checked(boxes[0])
+        whole = torch.empty(shape, dtype=dtype)
+        for box in boxes:
+            place = tuple(slice(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True))
+            whole[place] = checked(box)
+        return whole
+
+    has_rows = len(boxes) > 1 and all(box.sizes[1:] == shape[1:] for box in boxes)
+    ordered = sorted(boxes, key=lambda box: box.offsets) if has_rows else ()
+    return Stored(shape, dtype, load, tuple(partial(checked, box) for box in ordered))
+
+
+def _fill_exactly(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+    """Whether boxes cover each element once.
+
+    Each corner of a box has a sign, which flips for each dimension in which the corner is the end. The signs of the
+    boxes add up to those of the whole if, and only if, the boxes add up to it.
+    """
+    spans = [[(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True)] for box in boxes]
+    full = [(0, size) for size in shape]
+    cut = [dimension for dimension in range(len(shape)) if any(span[dimension] != full[dimension] for span in spans)]
+    if not cut or len(cut) > MOST_CUTS:
+        return not cut
+    counts: Counter[tuple[int, ...]] = Counter()
+    for span, sign in [(full, -1), *((span, 1) for span in spans)]:
+        for ends in product(range(2), repeat=len(cut)):
+            corner = tuple(span[dimension][end] for dimension, end in zip(cut, ends, strict=True))
+            counts[corner] += sign * (-1) ** sum(ends)
+    return not any(counts.values())
