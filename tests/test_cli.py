@@ -63,7 +63,7 @@ def test_refused_answers(flags: list[str], code: int, message: str, tiny_model: 
 def test_without_a_terminal_the_missing_flags_are_named() -> None:
     finished = accel_fsdp("config", *CATALOGUED, "--method", "lora")
     assert finished.code == 2
-    assert "unanswered: --num-machines --seq-len --engine --fsdp-version --strategy" in finished.output
+    assert "unanswered: --num-machines --seq-len --engine --mixed-precision" in finished.output
 
 
 def test_unwritable_output_is_refused() -> None:

@@ -138,10 +138,11 @@ def _judge_yaml(flags: PlanCommand, path: Path, work: cost.Work) -> PlanReport:
     arguments |= _changed(flags)
     job, left_out = _as_recordable(from_yaml.predictable(subject, arguments))
     nodes, gpus = _nodes(flags.nodes, described), machines.as_named(machine)
+    named = gpus if nodes == 1 else f"{nodes}x{gpus}"
     _check_attention(job.recipe, gpu_of(machine))
     _check_numbers(flags, job.recipe, nodes)
     is_default = subject.args is None and flags.seq_len is None
-    problem = written.problem_of(subject, job, flags.model, f"{nodes}x{gpus}", by_name.read_shape, is_default)
+    problem = written.problem_of(subject, job, flags.model, named, by_name.read_shape, is_default)
     job = problem.job.with_recipe(accumulation=_accumulation(flags, job.recipe, job.layout.ranks))
     _check_step(job.recipe, flags.global_batch or 0)
     fault, about_keys = proposal.errors(subject, job)

@@ -14,6 +14,9 @@ from accel_fsdp.config import (
     size_key,
 )
 
+MESH = ("dp_replicate", "tp", "ep")
+"""The answers that are sizes of FSDP2's mesh."""
+
 
 @dataclass(frozen=True)
 class Answers:

@@ -12,6 +12,7 @@ from accel_fsdp.config import ENGINE_NAMES, FSDP_VERSIONS, STRATEGIES, TORCH_DTY
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import gpus, machines
 from accel_fsdp.job import FSDP_KINDS, Job, Layout, from_arguments, recompute_by
+from accel_fsdp.wizard.answers import MESH
 from accel_fsdp.wizard.question import Context, engine_of
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 OF_FSDP = frozenset(
     {
         *("fsdp_version", "strategy", "wrap_policy", "layer_class", "min_num_params", "state_dict_type"),
-        *("ram_efficient_loading", "activation_checkpointing", "dp_replicate", "tp", "ep"),
+        *("ram_efficient_loading", "activation_checkpointing", *MESH),
     }
 )
 """Questions whose answer by a flag picks FSDP."""
@@ -43,7 +44,7 @@ def layout_of(context: Context) -> Layout | None:
         return Layout.zero(answers.get("zero_stage", 3), ranks, together, offloads)
     if engine is Engine.DDP:
         return Layout.ddp(ranks, together)
-    replicas, tensor, experts = (answers.get(name) or 1 for name in ("dp_replicate", "tp", "ep"))
+    replicas, tensor, experts = (answers.get(name) or 1 for name in MESH)
     strategy = answers.get("strategy", 1)
     together = ranks // replicas if strategy in (4, 5) and replicas > 1 else together
     return Layout(engine, strategy, ranks, together, offloads, tensor, experts=experts)
@@ -100,7 +101,7 @@ def candidate(context: Context) -> "Candidate | None":
         problem.gpu.memory_gib,
         problem.job,
         *asked.items(),
-        *(str(context.given.get(axis)) for axis in ("tp", "ep", "dp_replicate")),
+        *(str(context.given.get(axis)) for axis in MESH),
     )
     if key not in _CACHE:
         try:
@@ -141,7 +142,7 @@ def _overall(problem: "Problem") -> "Candidate | None":
 def _divides(context: Context) -> bool:
     """Whether layers or experts are divided, by an answer or a flag."""
     answers = {**context.wished, **context.given}
-    return any(str(answers.get(axis) or 1) != "1" for axis in ("tp", "ep"))
+    return any(str(answers.get(axis) or 1) != "1" for axis in MESH[1:])
 
 
 def _on_mesh(context: Context, problem: "Problem") -> "Candidate | None":

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, warm_python
+from transformers import LlamaConfig
 
 from accel_fsdp import models
 from accel_fsdp.models import remote_code
@@ -109,9 +110,10 @@ def test_commands_that_read_a_model_neither_ask_nor_run_its_code(planted: Path, 
     assert not trace.exists()
 
 
-@pytest.mark.slow
-def test_an_export_neither_asks_nor_runs_code(planted: Path, trace: Path, tmp_path: Path) -> None:
-    refused(run_with_yes("export", planted, tmp_path / "out"), trace)
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("verify", ["load", "logits"])
+def test_an_export_neither_asks_nor_runs_code(verify: str, planted: Path, trace: Path, tmp_path: Path) -> None:
+    refused(run_with_yes("export", planted, tmp_path / "out", "--verify", verify), trace)
     assert not (tmp_path / "out").exists()
 
 
@@ -132,6 +134,15 @@ def test_a_known_model_is_read_without_the_code_beside_it(
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("name", ["AutoTokenizer", "AutoModel", "pipeline", "Trainer", 3])
+def test_a_named_architecture_that_is_no_model_is_never_called(name: Any, planted: Path, trace: Path) -> None:
+    from accel_fsdp.exporter import transformers_probe
+
+    edit(planted / "config.json", model_type="llama", architectures=[name])
+    assert type(transformers_probe.build(planted)).__name__ == "LlamaForCausalLM"
+    assert not trace.exists()
+
+
 def test_code_in_a_nested_config_is_not_run(planted: Path, trace: Path) -> None:
     inner = json.loads((planted / "config.json").read_text())
     (planted / "config.json").write_text(json.dumps({"model_type": "llava", "text_config": inner, "auto_map": MAPS}))
@@ -143,6 +154,32 @@ def test_code_in_a_nested_config_is_not_run(planted: Path, trace: Path) -> None:
 @pytest.mark.parametrize("key", KERNEL_KEYS)
 def test_a_config_cannot_name_a_repository_of_kernels(key: str, planted: Path) -> None:
     edit(planted / "config.json", model_type="llama", **{key: "some/kernel"})
+    with pytest.raises(remote_code.NeedsCode, match="names a repository of code"):
+        models.read_config(str(planted))
+
+
+@pytest.mark.parametrize("key", KERNEL_KEYS)
+def test_a_nested_config_cannot_either(key: str, planted: Path) -> None:
+    """transformers itself drops what the outer config doesn't say."""
+    config = {"model_type": "llava", "text_config": {"model_type": "llama", key: "some/kernel"}}
+    (planted / "config.json").write_text(json.dumps(config))
+    try:
+        text = models.read_config(str(planted)).text_config
+    except remote_code.NeedsCode:
+        return
+    assert (text._attn_implementation, text._experts_implementation) == (None, None)
+
+
+def test_a_config_cannot_rename_the_setting_of_kernels(planted: Path) -> None:
+    edit(planted / "config.json", model_type="llama", attribute_map={"a": "_attn_implementation"}, a="some/kernel")
+    with pytest.raises(remote_code.NeedsCode, match="names a repository of code"):
+        models.read_config(str(planted))
+
+
+def test_a_class_that_renames_the_setting_of_kernels(planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What counts is the config as it was built."""
+    monkeypatch.setattr(LlamaConfig, "attribute_map", {"a": "_attn_implementation"})
+    edit(planted / "config.json", model_type="llama", a="some/kernel")
     with pytest.raises(remote_code.NeedsCode, match="names a repository of code"):
         models.read_config(str(planted))
 

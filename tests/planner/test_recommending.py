@@ -222,7 +222,7 @@ def test_a_yaml_whose_job_a_machine_cannot_load_does_not_fit(
     assert finished.code == 1
     assert f"It doesn't fit: {lack}. What would fit:" in " ".join(finished.output.split())
     shown = html.unescape(page.read_text())
-    assert f"<strong>It doesn't fit.</strong> {lack}." in shown
+    assert f"<strong>It doesn't fit: {lack}." in shown
     assert '<section class="advice"><p>What would fit:</p>' in shown
 
 

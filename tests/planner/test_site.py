@@ -202,6 +202,28 @@ def test_the_yaml_is_the_commands_and_accelerate_reads_it(page: Page, tmp_path: 
     assert load_config_from_file(str(saved)).num_processes == 8
 
 
+@pytest.mark.parametrize(
+    "link",
+    [
+        "#model=gpt2&gpus=2xA100&seq-len=9999",
+        "#model=gpt2&gpus=H",
+        "#model=gpt2&gpus=2xA100&seq-length=9",
+        "#gpus=2xA100&model=<img src=x onerror=alert(1)>",
+    ],
+)
+def test_what_is_wrong_is_said_as_the_command_says_it(page: Page, link: str) -> None:
+    page.go(link)
+    if "<img" in link:
+        assert "<img src=x onerror=alert(1)> isn't on this page" in page.text(".error h1")
+    else:
+        words = [word for name, value in parse_qsl(link[1:]) for word in (f"--{name}", value)]
+        what, why, fix = (page.text(f".error {query}") for query in ("h1", "dd", "dd:last-of-type"))
+        assert f"error: {what} why: {why} fix: {fix}" in " ".join(accel_fsdp("plan", *words).output.split())
+    assert page.browser.execute_script("return document.querySelector('#take').hidden")
+    page.go(LINKS[0])
+    assert "gpt2 on 2 x A100" in page.text("main h1")
+
+
 def test_where_nothing_fits_there_is_no_yaml(page: Page) -> None:
     page.go("#model=meta-llama/Llama-3.1-70B&gpus=1xT4-16GB")
     assert "Nothing fits" in page.text(".answer")
@@ -233,3 +255,39 @@ def test_where_python_can_not_be_loaded_the_page_says_so(built: Path, tmp_path: 
         browser.get(f"{host}/index.html")
         chromium.until(browser, "document.querySelector('main').textContent.includes('planner.zip')")
         assert "The planner stopped: " in browser.find_element("css selector", "main").text
+
+
+@pytest.mark.slow
+def test_the_pages_are_a_click_away_and_can_be_searched(built: Path, tmp_path: Path) -> None:
+    """From the planner to the pages and back; nothing leaves this host."""
+    with chromium.served(built) as host, chromium.opened(tmp_path) as browser:
+        browser.get(f"{host}/some/folder/")
+        browser.find_element("css selector", ".top a").click()
+        chromium.until(browser, "document.querySelector('h1')?.textContent.startsWith('Pages')")
+        browser.execute_script(
+            "const field = document.querySelector('.md-search__input'); field.focus(); field.value = 'offload';"
+            "field.dispatchEvent(new Event('input', {bubbles: true})); field.dispatchEvent(new KeyboardEvent('keyup'))"
+        )
+        chromium.until(browser, "document.querySelectorAll('.md-search-result__item a').length > 1")
+        browser.execute_script("document.querySelector('.md-banner a').click()")
+        chromium.until(browser, "document.querySelector('main h1')?.textContent.includes('8 x H100')")
+        assert browser.get_log("browser") == []  # type: ignore[no-untyped-call]
+    asked = chromium.asked_for(tmp_path, host)
+    assert [url for url in asked if not url.startswith(f"{host}/some/folder/")] == []
+
+
+def test_a_folder_with_other_things_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    ran = run_build(tmp_path)
+    assert ran.returncode != 0
+    assert "is no site" in ran.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_the_folder_is_a_space_of_hugging_face(built: Path) -> None:
+    import yaml
+
+    _, front, _ = (built / "some" / "folder" / "README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(front).items() >= {"sdk": "static", "app_file": "index.html"}.items()
+    sizes = {path.name: path.stat().st_size for path in built.rglob("*") if path.is_file()}
+    assert max(sizes.values()) < 10e6, "a Space takes larger files through Git LFS alone"

@@ -23,7 +23,7 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.job import Layout, Recipe, from_yaml
 from accel_fsdp.linter import rules
 from accel_fsdp.models import build, model_facts, parallel_plans
-from accel_fsdp.planner import PlanCommand, command
+from accel_fsdp.prediction import written
 from accel_fsdp.prediction.memory import Variant, shards
 from accel_fsdp.prediction.tracing.model_shape import shape_of
 from accel_fsdp.prediction.tracing.recorder import Recorder
@@ -76,9 +76,11 @@ def refusals_by_check(file: JobConfig, experts: int, config: Any) -> list[str]:
 def refusal_by_plan(file: JobConfig, experts: int, config: Any) -> str:
     shape = shape_of("a", config, build("a", config))
     job = from_yaml.predictable(file, {"expert_parallel_size": experts})
-    flags = PlanCommand(model="a", gpus=f"{job.layout.ranks}xH100-80GB")
     try:
-        command.make_problem(flags, job, 1, lambda name, recipe: (shape, SimpleNamespace(config={})))
+        written.problem_of(
+            *(file, job, "a", f"{job.layout.ranks}xH100-80GB"),
+            *(lambda name, recipe: (shape, SimpleNamespace(config={})), True),
+        )
     except UserError as error:
         return error.what
     return ""
