@@ -85,14 +85,17 @@ class Device:
         return self.allocated + self.outside
 
 
-def device(prediction: Prediction, layout: Layout, capacity_bytes: int, gpu: Gpu | None) -> Device:
+def device(
+    prediction: Prediction, layout: Layout, capacity_bytes: int, gpu: Gpu | None, expandable: bool | None = None
+) -> Device:
     """Whether a rank fits: allocated memory, context, communicators, and the margin.
 
-    Every launch sets expandable segments where the GPU has them.
+    Every launch sets `expandable` segments where the GPU has them.
     """
     allocated, outside = prediction.peak.total, outside_bytes(gpu, layout.ranks)
     room, phase = capacity_bytes - outside, prediction.peak.phase
-    expandable = gpu is None or gpu.has_expandable_segments
+    if expandable is None:
+        expandable = gpu is None or gpu.has_expandable_segments
     with_margin = (allocated + outside) * (1 + MARGIN) if expandable else allocated * FRAGMENTED + outside
     if with_margin <= capacity_bytes:
         return Device(allocated, "yes", outside, capacity_bytes)
