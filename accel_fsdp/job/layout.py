@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from accel_fsdp.config import EXPERT_FLAG, NATIVE_SIZES, STRATEGIES, Engine, expert_refusal, row_axis, zero_name
 from accel_fsdp.errors import UsageError
 from accel_fsdp.models import Divisible
-from accel_fsdp.units import counted
 
 FSDP_KINDS = frozenset({Engine.FSDP1, Engine.FSDP2})
 SHARDING_KINDS = FSDP_KINDS | {Engine.DEEPSPEED}
@@ -113,11 +112,6 @@ class Layout:
     def ranks_per_row(self) -> int:
         """Ranks that share the rows they train on."""
         return self.tensor * self.context
-
-    @property
-    def row_owner(self) -> str:
-        """What holds a micro-batch, in words: a GPU, or several that have parts of its rows."""
-        return counted(self.context, "GPU") if self.context > 1 else "GPU"
 
     @property
     def shares_rows(self) -> bool:

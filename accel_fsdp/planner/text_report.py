@@ -81,8 +81,7 @@ class PlanReport:
         problem, shape, recipe = self.problem, self.problem.shape, self.problem.job.recipe
         return (
             f"{shape.name}: {recipe.method} training on {problem.job.layout.ranks} x {problem.gpu.name} with "
-            f"{gib_or_mib(problem.capacity_bytes)}, {recipe.rows} x {recipe.length:,} tokens per "
-            f"{problem.job.layout.row_owner}"
+            f"{gib_or_mib(problem.capacity_bytes)}, {recipe.rows} x {recipe.length:,} tokens per GPU"
             + (f", {recipe.accumulation} micro-batches a step" if recipe.accumulation > 1 else "")
             + "; all predicted."
         )
@@ -203,7 +202,7 @@ class PlanReport:
 
     def _taken(self, choice: Candidate) -> str:
         memory = gib_of(choice.device.needed, choice.device.capacity)
-        how = f"{rows_in(choice.recipe)} per {choice.layout.row_owner}, {checkpointing_in(choice.recipe)}"
+        how = f"{rows_in(choice.recipe)} per GPU, {checkpointing_in(choice.recipe)}"
         if self.config:
             return f"It fits: {memory} with {how}{self.plan.reason}."
         if choice.layout.engine is Engine.NONE:

@@ -223,7 +223,7 @@ def test_a_yaml_whose_job_a_machine_cannot_load_does_not_fit(
     assert f"It doesn't fit: {lack}. What would fit:" in " ".join(finished.output.split())
     shown = html.unescape(page.read_text())
     assert f"<strong>It doesn't fit: {lack}." in shown
-    assert '<section class="advice"><p>What would fit:</p>' in shown
+    assert "What would fit: " in shown
 
 
 def test_a_method_that_fits_is_told_with_what_loading_takes() -> None:
