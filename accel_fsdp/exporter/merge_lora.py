@@ -128,8 +128,8 @@ def by_peft(weights: Weights, companions: CompanionFiles) -> dict[str, Stored]:
         base.load_state_dict({name: stored.load() for name, stored in weights.tensors.items()}, strict=False)
     else:
         state = {name: t.load() for name, t in safetensors_files.of_folder(companions.folder).items()}
-        options = {"config": part, "state_dict": state, "dtype": torch.float32, "trust_remote_code": False}
-        base = kind.from_pretrained(None, **options)
+        options = {"config": part, "state_dict": state, "dtype": torch.float32}
+        base = kind.from_pretrained(None, trust_remote_code=False, **options)
     model = get_peft_model(base, transformers_probe.peft_settings(companions.settings))
     set_peft_model_state_dict(model, {name: stored.load() for name, stored in weights.adapter.items()})
     return {name: of_tensor(tensor) for name, tensor in model.merge_and_unload().state_dict().items()}

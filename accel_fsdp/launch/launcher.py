@@ -190,7 +190,8 @@ def environment(args: Any) -> dict[str, str]:
 
 def allocator_variables(args: Any) -> Mapping[str, str]:
     """The allocator's setting for ranks on GPUs; empty if a person has set one."""
-    on_cpu = args.cpu or args.use_cpu or args.on_cpus or args.training_script == ON_CPU
+    uses_cpu = args.use_cpu and not (args.use_deepspeed or distributed(args))  # which don't hand it on
+    on_cpu = args.cpu or uses_cpu or args.on_cpus or args.training_script == ON_CPU
     is_set = any(name in os.environ for name in ALLOCATOR_VARIABLES)
     return {} if on_cpu or args.tpu or is_set or not _has_expandable_segments() else EXPANDABLE_SEGMENTS
 
