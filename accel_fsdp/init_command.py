@@ -13,7 +13,10 @@ from accel_fsdp.errors import UsageError, UserError, did_you_mean
 from accel_fsdp.flag_words import arg
 
 CONFIG = "fsdp2"
-CHOSEN = ("--model_name_or_path", "--dataset_name", "--output_dir", "--per_device_train_batch_size", "--max_length")
+CHOSEN = (
+    *("--model_name_or_path", "--dataset_name", "--output_dir"),
+    *("--per_device_train_batch_size", "--gradient_accumulation_steps", "--max_length"),
+)
 """The flags of a YAML's launch command whose values are the user's to choose."""
 NATIVE, README = "train/native.py", "train/README.md"
 SCHEMA = "accelerate_configs/schema.json"

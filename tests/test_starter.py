@@ -28,12 +28,15 @@ def test_a_project_is_written_once(tmp_path: Path) -> None:
     assert not yaml.exists()
 
 
+ADAPTER = "--dtype bfloat16 --learning_rate 0.0002 "
+
+
 @pytest.mark.parametrize(
     ("config", "needed"),
     [
         ("fsdp2", ""),
-        ("fsdp2_lora", "--use_peft "),
-        ("fsdp2_qlora", "--use_peft --load_in_4bit --bnb_4bit_quant_storage bfloat16 "),
+        ("fsdp2_lora", f"--use_peft true {ADAPTER}"),
+        ("fsdp2_qlora", f"--use_peft true --load_in_4bit true --bnb_4bit_quant_storage bfloat16 {ADAPTER}"),
         ("tpu", "--accelerate_config {path} "),
     ],
 )

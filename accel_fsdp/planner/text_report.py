@@ -23,7 +23,7 @@ from accel_fsdp.prediction import (
     search,
     step_traffic,
 )
-from accel_fsdp.prediction.memory import KINDS, LETTERS, Resume, resume, shards
+from accel_fsdp.prediction.memory import KINDS, LETTERS, Resume, resumed, shards
 from accel_fsdp.units import GIB, about_gb, about_gib, counted, gib_of, gib_or_mib, number_in_figure
 
 SCHEMA_VERSION = 3
@@ -283,7 +283,7 @@ class PlanReport:
 
     def _resume(self, candidate: Candidate) -> Resume | None:
         job = candidate.job
-        return resume(self.problem.shape, job.recipe, job.layout, candidate.prediction, job.state_dict)
+        return resumed(self.problem.shape, job.recipe, job.layout, candidate.prediction, job.state_dict)
 
     def _resume_lines(self, choice: Candidate) -> Iterator[str]:
         """The peak of a resume, with a remedy where it is above that of a step."""

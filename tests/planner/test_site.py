@@ -157,7 +157,7 @@ def test_the_numbers_are_those_of_the_command(page: Page, link: str) -> None:
     cells = page.browser.execute_script("return [...document.querySelectorAll('main data')].map(data => data.value)")
     rows = [row for row in (shown["choice"], *shown["strategies"]) if row]
     rows = [row for number, row in enumerate(rows) if row not in rows[:number]]
-    assert list(map(int, cells)) == [row["peak_bytes"] for row in rows]
+    assert list(map(int, cells)) == [row["needed_bytes"] for row in rows]
 
 
 def same(first: Any, other: Any) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from accel_fsdp.config import read_config
 from accel_fsdp.job import Job, from_yaml
-from accel_fsdp.prediction.memory import BUFFERS, Resume, predict, resume, variant_for
+from accel_fsdp.prediction.memory import BUFFERS, Resume, predict, resumed, variant_for
 from accel_fsdp.prediction.tracing import by_name
 
 RESUMED = ROOT / "tests" / "resumed.py"
@@ -44,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterato
         yield folder
 
 
-def resumed(config: Path, model: Path, data: Path, *more: str) -> list[dict[str, Any]]:
+def run_and_resumed(config: Path, model: Path, data: Path, *more: str) -> list[dict[str, Any]]:
     """A run of one step and its resume: what each rank held while it loaded."""
     run = config.with_suffix("")
     for step, script in enumerate((SFT, RESUMED), start=1):
@@ -58,7 +58,7 @@ def predicted(job: Job, model: Path) -> tuple[Resume, int]:
     """The resume, and what it leaves, without buffers."""
     shape, tapes = by_name.read_shape(str(model), job.recipe)
     step = predict(shape, tapes[variant_for(job.recipe, job.layout)], job.recipe, job.layout)
-    peak = resume(shape, job.recipe, job.layout, step, job.state_dict)
+    peak = resumed(shape, job.recipe, job.layout, step, job.state_dict)
     assert peak is not None
     buffers = step.moments[-1].live[BUFFERS]
     return Resume(peak.device - buffers, peak.host), step.moments[0].total - buffers
@@ -71,7 +71,7 @@ def test_a_resume_holds_what_is_predicted(name: str, ranks: int, model: Path, te
     config = tmp_path / "job.yaml"
     fixed = {"model": str(model), "gpus": "cpu", "num_processes": str(ranks), "mixed_precision": "no"}
     config.write_text(made_yaml(**fixed, **ENGINES[name]))
-    seen = resumed(config, model, text_data)
+    seen = run_and_resumed(config, model, text_data)
     assert len(seen) == ranks
     job = from_yaml.job_of(read_config(config)[0]).with_recipe(length=32)
     peak, kept = predicted(job, model)

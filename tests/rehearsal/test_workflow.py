@@ -45,7 +45,9 @@ def in_clean_clone(folder: Path, **texts: str) -> Finished:
 def test_a_yaml_is_rehearsed(tmp_path: Path) -> None:
     finished = in_clean_clone(tmp_path, fsdp1_full_shard=(CONFIGS / "fsdp1_full_shard.yaml").read_text())
     assert finished.code == 0, finished.output
-    assert finished.output.startswith("configs/fsdp1_full_shard.yaml\nok     check")
+    assert finished.output.startswith(
+        "configs/fsdp1_full_shard.yaml\narguments: from the header of configs/fsdp1_full_shard.yaml\nok     check"
+    )
     assert finished.output.count("proven here: check, ") == 1
     assert list((tmp_path / "clone").iterdir()) == [tmp_path / "clone/.git", tmp_path / "clone/configs"]
 
@@ -55,6 +57,8 @@ def test_a_mistake_ends_it(tmp_path: Path) -> None:
     wrong = right.replace("fsdp_reshard_after_forward", "fsdp_reshard_after_foward")
     finished = in_clean_clone(tmp_path, a_wrong=wrong, b_right=right)
     assert finished.code == 1, finished.output
-    assert finished.output.startswith("configs/a_wrong.yaml\nFAILED check")
+    assert finished.output.startswith(
+        "configs/a_wrong.yaml\narguments: from the header of configs/a_wrong.yaml\nFAILED check"
+    )
     assert "nothing reads fsdp_reshard_after_foward" in finished.output
     assert "b_right" not in finished.output

@@ -2,7 +2,7 @@ from . import shards as shards
 from . import step as step
 from .replay import fused_head as fused_head
 from .resume import Resume as Resume
-from .resume import resume as resume
+from .resume import resumed as resumed
 from .shape import Block as Block
 from .shape import ModelShape as ModelShape
 from .shape import Parameter as Parameter

@@ -25,7 +25,7 @@ class Resume:
     host: int
 
 
-def resume(shape: ModelShape, recipe: Recipe, layout: Layout, step: Prediction, state_dict: str = "") -> Resume | None:
+def resumed(shape: ModelShape, recipe: Recipe, layout: Layout, step: Prediction, state_dict: str = "") -> Resume | None:
     """The peak of a resume of the job whose step is predicted; None for a mesh, whose loading was not followed."""
     if layout.is_by_transformers:
         return None
