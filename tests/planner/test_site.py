@@ -29,7 +29,7 @@ from selenium.webdriver import Chrome
 LINKS = [
     "#model=openai-community/gpt2&gpus=2xA100-40GB&seq-len=512&method=lora&lora-rank=8",
     "#model=meta-llama/Llama-3.1-8B&gpus=8xH100-80GB&seq-len=4096",
-    "#model=meta-llama/Llama-3.1-70B&gpus=8xA100-80GB&nodes=2&method=qlora&liger=true&optimizer=adafactor",
+    "#model=meta-llama/Llama-3.1-70B&gpus=8xA100-80GB&nodes=2&method=qlora&optimizer=adafactor",
     "#model=openai-community/gpt2&gpus=2xA100-40GB&seq-len=512&tokens=1B&price=2.5",
     "#model=microsoft/phi-4&gpus=1xRTX+4090-24GB&precision=fp16",
 ]
