@@ -11,6 +11,7 @@ import json
 import os
 import runpy
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -85,8 +86,12 @@ def followed(held: Iterable[Any], load: Callable[[], Any], device_loads: bool = 
     follow = Follow(held, device_loads)
     with follow:
         result = load()
-    gc.collect()
-    most["after"] = follow.total(False) + follow.total(True)
+    looks = []
+    for _ in range(10):  # gloo's thread lets go of a collective's buffers a moment later
+        time.sleep(0.05)
+        gc.collect()
+        looks.append(follow.total(False) + follow.total(True))
+    most["after"] = min(looks)
     (Path(os.environ["PROBE_OUT"]) / f"resumed-{os.environ['RANK']}.json").write_text(json.dumps(most))
     return result
 
