@@ -62,6 +62,11 @@ class Problem:
         step = None if job.layout.is_by_transformers else self.step(job)
         return Candidate(job, self.predicted(job), self.device(job), step, self.refuses(job))
 
+    def judged(self, job: Job) -> "Candidate":
+        """As `evaluate`; refused also if a job would fit but a machine's memory isn't enough."""
+        candidate = self.evaluate(job)
+        return replace(candidate, refused=self.host_lack(job)) if candidate.fits else candidate
+
     def assumptions(self, candidate: "Candidate") -> tuple[str, ...]:
         """The assumptions of a prediction, as sentences: those of the job, of its memory, and of its time."""
         of_time = candidate.step.assumptions if candidate.step else ()

@@ -83,7 +83,7 @@ class Plan:
 def make_plan(problem: Problem) -> Plan:
     """Searches strategy, checkpointing, micro-batch and offload; chooses the simplest of the fastest that fit."""
     candidates = list(_search(problem, layouts(problem.job)))
-    rows = tuple(_refuse_unloadable(problem, problem.evaluate(job)) for job in layouts(problem.job))
+    rows = tuple(problem.judged(job) for job in layouts(problem.job))
     choice = _choose(problem, candidates)
     if choice is None:
         return Plan(problem, rows)
@@ -113,7 +113,7 @@ def least(problem: Problem, jobs: Iterable[Job], agrees: Callable[[Job], bool]) 
 
 def judge(problem: Problem) -> Plan:
     """Judges the job of the problem as it is: whether it fits, and the largest micro-batch and sequence that do."""
-    candidate = _refuse_unloadable(problem, problem.evaluate(problem.job))
+    candidate = problem.judged(problem.job)
     if not candidate.fits:
         return Plan(problem, (candidate,))
     largest_rows = largest(problem, problem.job, "rows", MOST_ROWS)
@@ -148,11 +148,6 @@ def _longest_sequences(problem: Problem, candidate: Candidate) -> tuple[int, int
     jobs = candidate.job, candidate.job.with_recipe(rows=1)
     chosen, single = (largest(problem, job, "length", limit) for job in jobs)
     return chosen, max(chosen, single)
-
-
-def _refuse_unloadable(problem: Problem, candidate: Candidate) -> Candidate:
-    """The candidate, refused if it would fit but a machine's memory isn't enough."""
-    return replace(candidate, refused=problem.host_lack(candidate.job)) if candidate.fits else candidate
 
 
 def _search(

@@ -4,7 +4,6 @@ Pure. GPUs outside the table have no notes. For models outside the catalogue the
 the weights. The prediction is imported on first use: `accel-fsdp --help` lists the questions and needs none.
 """
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -88,7 +87,7 @@ def check_length(context: Context, value: Any) -> int | None:
     if value is None:
         return None
     length = validation.check_tokens(context, value)
-    recorded = context.traced or (None if _is_own_model(context) else trace_store.find(context["model"]))
+    recorded = context.traced or (None if recommended.is_own_model(context) else trace_store.find(context["model"]))
     return length_of(recorded[0], length) if recorded else length
 
 
@@ -171,11 +170,6 @@ def _misfit_of_state(context: Context) -> tuple[str, ...]:
         return ()
     what = "weights" if context["method"] != "full" else "weights, gradients and Adam's state"
     return (f"warning: this doesn't fit: the {what} alone take {gib_of(*state)}",)
-
-
-def _is_own_model(context: Context) -> bool:
-    """Whether the model has no name or is a folder, whose model may differ from the catalogue's."""
-    return not context["model"] or os.path.exists(context["model"])
 
 
 def with_answers(context: Context, **changed: Any) -> Context:

@@ -61,8 +61,7 @@ def problem_of(context: Context) -> "Problem | None":
     machine = context.machine
     one_unit = context.given.get("wrap_policy", context.wished.get("wrap_policy")) == "NO_WRAP"  # plans gather layers
     known_gpu = machine.accelerator is not None and gpus.is_known(machine.accelerator)
-    own_model = not context["model"] or os.path.exists(context["model"])
-    if one_unit or not known_gpu or (own_model and context.traced is None) or context.model is None:
+    if one_unit or not known_gpu or (is_own_model(context) and context.traced is None) or context.model is None:
         return None
     recipe = from_arguments.planned_recipe(context["method"], _precision(context))
     try:
@@ -78,6 +77,11 @@ def problem_of(context: Context) -> "Problem | None":
     attention = "sdpa" if shape.eager_only else recipe.attention
     job = Job(layout, replace(recipe, length=length, attention=attention))
     return Problem(shape, tapes, gpu, job)
+
+
+def is_own_model(context: Context) -> bool:
+    """Whether the model has no name or is a folder, whose model may differ from the catalogue's."""
+    return not context["model"] or os.path.exists(context["model"])
 
 
 def _precision(context: Context) -> Precision:
@@ -240,8 +244,6 @@ def judgement(context: Context) -> "tuple[Problem, Candidate] | None":
         return None
     written = _as_written(problem, job)
     try:
-        judged = written.evaluate(written.job)
+        return written, written.judged(written.job)
     except UserError:
         return None
-    lack = written.host_lack(written.job) if judged.fits else ""
-    return written, replace(judged, refused=lack) if lack else judged
