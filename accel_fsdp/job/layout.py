@@ -129,10 +129,6 @@ class Layout:
     def rows_of_each(self, total: int) -> int:
         return total // self.data_ranks
 
-    def batches(self, rows: int, each: int) -> int:
-        """The batches in this number of rows, if ranks that share rows take `each` at a time; the last may be short."""
-        return -(-rows // self.rows_of_all(each))
-
     @property
     def is_sharded(self) -> bool:
         """Whether a rank holds only a part of the parameters."""

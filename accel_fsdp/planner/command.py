@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import atomic_files, console, flag_words, linter
+from accel_fsdp import atomic_files, console, linter
 from accel_fsdp.config import EXPERT_FIELD, header
 from accel_fsdp.errors import UsageError, is_installed
 from accel_fsdp.hardware import Gpu, MachineFacts, gpus, machines
@@ -20,8 +20,6 @@ from accel_fsdp.prediction import Candidate, Problem, ReadShape, cost, length_of
 from accel_fsdp.prediction.tracing import by_name
 from accel_fsdp.units import counted
 
-MOST_TOKENS = 1_000_000_000
-"""More tokens in a step are taken for a typing error: the largest known steps have some 100 million."""
 SAID_BY_ARGUMENTS = (
     *("seq_len", "batch", "global_batch", "accumulation", "method", "dtype", "precision", "optimizer", "checkpointing"),
     *("lora_rank", "attention", "liger", "tokens"),
@@ -58,10 +56,12 @@ def make_plan(flags: PlanCommand) -> PlanReport:
     Raises:
         UserError: the model or the GPUs are unknown, a number is invalid, or flags contradict each other.
     """
-    _refuse_beside_args(flags)
     work = workload.work_of(flags)
     if flags.config is not None:
         return _judge_yaml(flags, flags.config, work)
+    if flags.args is not None:
+        why = "a job is its YAML and its script's arguments; a search takes flags"
+        raise UsageError("--args without --config", why=why, fix="--config FILE --args FILE")
     problem, proposer = search_problem(flags)
     plan = search.make_plan(problem)
     return PlanReport(problem, plan, proposer, spent=spent_on(plan.choice, work, flags))
@@ -100,22 +100,6 @@ def machines_of(flags: PlanCommand) -> tuple[MachineFacts, int]:
     return machines.parse(flags.gpus)
 
 
-def _refuse_beside_args(flags: PlanCommand) -> None:
-    if flags.args is None:
-        return
-    if flags.config is None:
-        raise UsageError(
-            "--args without --config",
-            why="a job is its YAML and its script's arguments; a search takes flags",
-            fix="--config FILE --args FILE",
-        )
-    defaults = PlanCommand(flags.model)
-    changed = [name for name in SAID_BY_ARGUMENTS if getattr(flags, name) != getattr(defaults, name)]
-    if changed:
-        flag = flag_words.flag_of(changed[0])
-        raise UsageError(f"{flag} beside --args", why="the script's arguments say it", fix=f"leave out {flag}")
-
-
 def _judge_yaml(flags: PlanCommand, path: Path, work: cost.Work) -> PlanReport:
     """The plan of the job that a YAML, the launch line in its header, --args and the other flags describe together."""
     subject, _ = linter.read_subject(path, linter.Sources(model=flags.model or None, args=flags.args))
@@ -133,8 +117,7 @@ def _judge_yaml(flags: PlanCommand, path: Path, work: cost.Work) -> PlanReport:
     else:
         if header.sft_line(subject.source) and subject.uses_sft and not flags.json:
             console.say(linter.from_header(path, flags.args is not None or bool(_changed(flags))))
-        schedule = from_arguments.schedule_of(arguments)
-        work = cost.Work(schedule.max_steps, work.tokens, work.rows, schedule.epochs)
+        work = cost.Work(work.tokens, from_arguments.schedule_of(arguments).max_steps)
     arguments |= _changed(flags)
     job, left_out = _as_recordable(from_yaml.predictable(subject, arguments))
     nodes, gpus = _nodes(flags.nodes, described), machines.as_named(machine)
@@ -144,7 +127,6 @@ def _judge_yaml(flags: PlanCommand, path: Path, work: cost.Work) -> PlanReport:
     is_default = subject.args is None and flags.seq_len is None
     problem = written.problem_of(subject, job, flags.model, named, by_name.read_shape, is_default)
     job = problem.job.with_recipe(accumulation=_accumulation(flags, job.recipe, job.layout.ranks))
-    _check_step(job.recipe, flags.global_batch or 0)
     fault, about_keys = proposal.errors(subject, job)
     notes = (*_model_notes(problem, job.recipe), *from_arguments.notes(arguments), *left_out, *from_yaml.notes(subject))
     problem = replace(problem, job=job, fault=fault, notes=(*notes, *about_keys), host_gib=flags.host_memory or 0)
@@ -196,10 +178,6 @@ def _refuse_files(flags: PlanCommand) -> None:
     ):
         if path and not flags.force:
             atomic_files.refuse_existing(path, what, flag)
-    if flags.output and flags.html and flags.output.resolve() == flags.html.resolve():
-        raise UsageError(
-            f"-o and --html are both {flags.output}", why="one would replace the other", fix="another name for one"
-        )
     if flags.output and flags.config:
         raise UsageError(
             "-o beside --config",
@@ -244,7 +222,6 @@ def make_problem(flags: PlanCommand, read_shape: ReadShape = by_name.read_shape)
         accumulation=_accumulation(flags, recipe, ranks),
         attention="sdpa" if shape.eager_only else recipe.attention,
     )
-    _check_step(recipe, flags.global_batch or 0)
     problem = Problem(
         *(shape, tapes, gpu, Job(Layout.ddp(ranks, machine.count) if ranks > 1 else Layout.alone(), recipe)),
         fixed_rows=flags.batch is not None,
@@ -305,7 +282,7 @@ def _accumulation(flags: PlanCommand, recipe: Recipe, ranks: int) -> int:
     total, rows = flags.global_batch, recipe.rows
     if total is None:
         return recipe.accumulation
-    if recipe.accumulation != 1:
+    if flags.accumulation != 1:
         raise UsageError(
             "--accumulation beside --global-batch",
             why="the micro-batches per step follow from the global batch",
@@ -347,20 +324,3 @@ def _check_numbers(flags: PlanCommand, recipe: Recipe, nodes: int) -> None:
             is_memory = flag == "--host-memory"
             why = "a machine has some memory to load the model" if is_memory else "there would be nothing to train"
             raise UsageError(f"{flag} {value} is less than 1", why=why, fix=f"{flag} {512 if is_memory else 1}")
-
-
-def _check_step(recipe: Recipe, global_rows: int) -> None:
-    """Refuses steps that the table's columns can't hold.
-
-    Raises:
-        UsageError: a step has too many tokens.
-    """
-    rows = {"--batch": recipe.rows, "--accumulation": recipe.accumulation, "--global-batch": global_rows}
-    flag, value = max(rows.items(), key=lambda row: row[1])
-    tokens = max(recipe.rows * recipe.accumulation, global_rows) * recipe.length
-    if tokens > MOST_TOKENS:
-        raise UsageError(
-            f"{flag} {value} makes a step of {tokens:,} tokens",
-            why=f"a step of more than {MOST_TOKENS:,} takes days",
-            fix=f"{flag} {max(value * MOST_TOKENS // tokens, 1)} or less",
-        )

@@ -6,7 +6,7 @@ from accel_fsdp.prediction import cost
 from accel_fsdp.units import counted, two_digits
 
 FULL_ROWS = "Rows are packed or as long as they may be: shorter ones take as many steps, and train on fewer tokens."
-UNKNOWN = "The number of steps is unknown: give the rows of an epoch, --dataset-rows N, or max_steps in the arguments."
+UNKNOWN = "The number of steps is unknown: give --tokens, or max_steps in the arguments."
 
 
 def sentence(spent: cost.Cost) -> str:

@@ -79,9 +79,6 @@ class PlanCommand:
         ),
     ] = None
     tokens: Annotated[Optional[str], arg("Tokens to train on, such as 500M, 2B, 1.5T: says hours.", "COUNT")] = None
-    dataset_rows: Annotated[
-        Optional[int], arg("Instead of --tokens: rows of the data set, each of --seq-len tokens.", "N")
-    ] = None
     price: Annotated[Optional[float], arg("Of one GPU for an hour, in any currency.", "MONEY")] = None
     output: Annotated[
         Optional[Path],

@@ -48,7 +48,7 @@ class Proposer:
         Raises:
             UserError: the model can't be read.
         """
-        answers, words = self.answers(job), _argument_words(job)
+        answers, words = self.answers(job), argument_words(job)
         script = [to_yaml.OWN_SCRIPT, *words] if answers.own_script else header.example_run(answers.model, words)
         line = header.engine_line if answers.needs_engine else header.launch_line
         expandable = machines.parse(self.gpus)[0].has_expandable_segments
@@ -92,12 +92,8 @@ def arguments(job: Job) -> dict[str, Any]:
     return from_arguments.arguments_of(job.settled)
 
 
-def argument_line(job: Job) -> str:
-    """The arguments of a planned job as a command line."""
-    return shlex.join(_argument_words(job))
-
-
-def _argument_words(job: Job) -> list[str]:
+def argument_words(job: Job) -> list[str]:
+    """The same as words of a command line."""
     return from_arguments.argument_words(job.settled)
 
 

@@ -1,5 +1,6 @@
 """The plan in words and numbers: table, recommendation, requirements, assumptions."""
 
+import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,17 +24,15 @@ from accel_fsdp.prediction import (
     search,
     step_traffic,
 )
-from accel_fsdp.prediction.memory import KINDS, LETTERS, Resume, resumed, shards
+from accel_fsdp.prediction.memory import KINDS, LETTERS, Resume, resumed
 from accel_fsdp.units import GIB, about_gb, about_gib, counted, gib_of, gib_or_mib, number_in_figure
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """The version of the `--json` output, raised whenever a key is removed or changes its meaning."""
-COLUMNS = ("strategy", "GiB", "of one GPU", "fits", "peak in", "sent GB", "step s", "tokens/s per GPU")
-WIDE, WIDE_ONLY = 104, ("peak in", "sent GB")
+COLUMNS = ("strategy", "GiB", "of one GPU", "fits", "step s", "tokens/s per GPU")
 TIMES = ("step_seconds", "tokens_per_s_per_gpu", "mfu", "bound")
 """The fields of a step in the `--json` output, null where its time is not predicted."""
-BAR_CELLS, NARROW_CELLS = 20, 12
-MOST_PADDING = 1.1
+WIDE, BAR_CELLS, NARROW_CELLS = 104, 20, 12
 LORA_RATE = (
     f"The arguments have --learning_rate {from_arguments.LORA_RATE}: an adapter takes about ten times the rate of full "
     "training, which Trainer's default is for."
@@ -89,12 +88,10 @@ class PlanReport:
     def show(self, details: bool = False) -> None:
         """Prints the table, what to copy, and the verdict last; with `details` also all that explains them."""
         console.put(self.headline(), wrap=True)
-        is_wide = console.data.width >= WIDE
-        columns = COLUMNS if is_wide and details else tuple(name for name in COLUMNS if name not in WIDE_ONLY)
+        bar_cells = BAR_CELLS if console.data.width >= WIDE else NARROW_CELLS
         shown = self.plan.rows if details else self._rows_shown()
-        rows = [self._cells(candidate, BAR_CELLS if is_wide else NARROW_CELLS) for candidate in shown]
         legend = [(LETTERS[kind], COLOURS[kind], kind) for kind in KINDS] if details else []
-        console.show_bars(columns, [[row[name] for name in columns] for row in rows], legend)
+        console.show_bars(COLUMNS, [self._cells(candidate, bar_cells) for candidate in shown], legend)
         left_out = len(self.plan.rows) - len(shown)
         if not details:
             more = f"{counted(left_out, 'more strategy', 'more strategies')}, " if left_out else ""
@@ -117,22 +114,17 @@ class PlanReport:
         if command := self.command():
             yield command
         if self.plan.choice and self.proposer:
-            yield proposal.argument_line(self.plan.choice.job)
+            yield shlex.join(proposal.argument_words(self.plan.choice.job))
 
-    def _cells(self, candidate: Candidate, width: int) -> dict[str, Any]:
-        by_link = self._sent_bytes(candidate) or {}
-        sent = sum(by_link.values()) / 1e9
+    def _cells(self, candidate: Candidate, width: int) -> list[Any]:
         parts = [(LETTERS[kind], COLOURS[kind], size) for kind, size in candidate.prediction.peak.live.items() if size]
-        cells = (
+        return [
             candidate.layout.name,
             number_in_figure(candidate.device.needed / GIB),
             console.bar(parts, self.problem.capacity_bytes, width),
             candidate.verdict,
-            candidate.prediction.peak.phase,
-            f"{sent:,.1f}" if by_link else "-",
             *candidate.pace,
-        )
-        return dict(zip(COLUMNS, cells, strict=True))
+        ]
 
     def _sent_bytes(self, candidate: Candidate) -> dict[str, float] | None:
         """The bytes that a rank sends in a step by link, None if they are not predicted."""
@@ -175,16 +167,14 @@ class PlanReport:
         """What explains the recommendation: alternatives, needs, assumptions; a sentence or two per line."""
         problem, choice = self.problem, self.plan.choice
         if choice is None:
-            yield from self._padding_warning()
             yield from problem.notes
             return
         if not self.config:
             yield self.plan.reason
         yield from self._alternatives(choice)
-        yield self._longest_sequence(choice)
+        yield self._longest_sequence()
         yield self._host(choice)
         yield from self._resume_lines(choice)
-        yield from self._padding_warning()
         if choice.job.adapter and self.proposer:
             yield LORA_RATE
         if assumptions := (*problem.assumptions(choice), *((cost_report.FULL_ROWS,) if self.spent else ())):
@@ -257,19 +247,10 @@ class PlanReport:
             slower = f"{1 - 1 / ratio:.0%} slower" if ratio < 2 else f"a step takes {ratio:.1f} times as long"
             yield f"Next is {second.layout.name} ({_settings_and_memory(second)}): {slower}."
 
-    def _longest_sequence(self, choice: Candidate) -> str:
-        (chosen, alone), limit = self.plan.longest, self.problem.shape.positions
-        note = ", the model's limit" if limit else ""
-
-        def tokens(count: int) -> str:
-            return f"{count:,} tokens" + (note if count == limit else "")
-
-        if choice.recipe.rows == 1 or chosen == alone:
-            return f"The longest sequence that fits this way has {tokens(alone)}."
-        return (
-            f"The longest sequences that fit this way have {tokens(chosen)} with {rows_in(choice.recipe)} per "
-            f"GPU, {tokens(alone)} with one."
-        )
+    def _longest_sequence(self) -> str:
+        longest = self.plan.longest
+        note = ", the model's limit" if longest == self.problem.shape.positions else ""
+        return f"The longest sequences that fit this way have {longest:,} tokens{note}."
 
     def _host(self, choice: Candidate) -> str:
         host = self.problem.host(choice.job)
@@ -300,25 +281,6 @@ class PlanReport:
             f" That doesn't fit. {IN_PLACE[choice.layout.engine]}" if loaded.device > room else ""
         )
 
-    def _padding_warning(self) -> Iterator[str]:
-        """Warns of FSDP2's padding, which takes memory and traffic; other engines have none."""
-        fsdp2 = (candidate for candidate in self.plan.rows if candidate.layout.engine is Engine.FSDP2)
-        worst = max(fsdp2, default=None, key=self._padded)
-        if worst is None or (ratio := self._padded(worst)) < MOST_PADDING:
-            return
-        shape, layout = self.problem.shape, worst.layout
-        padded = f"a layer's {shape.experts} experts" if shape.experts else "a tensor's rows"
-        yield (
-            f"FSDP2 distributes {padded} whole, so on {layout.shard_ranks} GPUs each holds and sends {ratio:.1f} times "
-            "its share, padding; FSDP1 and ZeRO-3 cut through them, and hybrid sharding shares among fewer GPUs."
-        )
-
-    def _padded(self, candidate: Candidate) -> float:
-        units = shards.all_units(self.problem.shape, candidate.recipe, candidate.layout)
-        params = [(param, unit.count) for unit in units for param in unit.parameters]
-        padded_elements = sum(shards.padded_numel(param, candidate.layout) * count for param, count in params)
-        return padded_elements / sum(param.numel * count for param, count in params)
-
     def as_json(self) -> dict[str, Any]:
         problem, plan, choice = self.problem, self.plan, self.plan.choice
         shape, recipe, layout = problem.shape, problem.job.recipe, problem.job.layout
@@ -341,8 +303,7 @@ class PlanReport:
             "ties": [self._row(candidate) for candidate in plan.ties],
             "runner_up": self._row(plan.runner_up) if plan.runner_up else None,
             "reason": plan.reason,
-            "longest_sequence": plan.longest[0],
-            "longest_sequence_alone": plan.longest[1],
+            "longest_sequence": plan.longest,
             "config_command": self.command(),
             "script_arguments": proposal.arguments(choice.job) if choice else {},
             "changes": self._in_words(self._changes()),

@@ -33,14 +33,9 @@ def count_of(text: str) -> int:
 
 def work_of(command: PlanCommand) -> cost.Work:
     """The amount of training, as far as the flags give it; refuses amounts and prices that can't be."""
-    tokens, rows, price = command.tokens, command.dataset_rows, command.price
-    has_work = tokens or rows or command.args
-    for is_wrong, what, why, fix in (
-        (tokens and rows, "--tokens beside --dataset-rows", "both say how much is trained", "leave out one of them"),
-        (rows is not None and rows < 1, f"--dataset-rows {rows}", "it has to be 1 or more", "--dataset-rows 10000"),
-        (price is not None and not 0 <= price < math.inf, f"--price {price}", "it has to be 0 or more", "--price 2.5"),
-        (price is not None and not has_work, "--price without --tokens", "nothing says what is trained", "--tokens 2B"),
-    ):
-        if is_wrong:
-            raise UsageError(what, why=why, fix=fix)
-    return cost.Work(tokens=count_of(tokens) if tokens is not None else 0, rows=rows or 0)
+    tokens, price = command.tokens, command.price
+    if price is not None and not 0 <= price < math.inf:
+        raise UsageError(f"--price {price}", why="it has to be 0 or more", fix="--price 2.5")
+    if price is not None and not (tokens or command.args):
+        raise UsageError("--price without --tokens", why="nothing says what is trained", fix="--tokens 2B")
+    return cost.Work(count_of(tokens) if tokens is not None else 0)

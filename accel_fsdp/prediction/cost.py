@@ -1,6 +1,5 @@
 """The cost of a job: steps, hours and money. Pure."""
 
-import math
 from dataclasses import dataclass
 
 from accel_fsdp.job import Job
@@ -13,26 +12,14 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True)
 class Work:
-    """The amount that a job trains: steps, tokens, or rows times epochs; the first of these above zero."""
+    """The amount that a job trains: tokens, or without them steps."""
 
-    steps: int = 0
     tokens: int = 0
-    rows: int = 0
-    epochs: float = 1
+    steps: int = 0
 
     def steps_of(self, job: Job) -> int:
         """The optimizer steps, 0 if unknown; the last one counts as full."""
-        if self.steps:
-            return self.steps
-        if self.tokens:
-            return -(-self.tokens // (job.rows_per_step * job.recipe.length))
-        return math.ceil(self.epochs * steps_per_epoch(self.rows, job)) if self.rows else 0
-
-
-def steps_per_epoch(rows: int, job: Job) -> int:
-    """The steps of an epoch as Trainer counts them: each rank has as many micro-batches; the last step may be short."""
-    batches = job.layout.batches(rows, job.recipe.rows)
-    return -(-batches // job.recipe.accumulation)
+        return -(-self.tokens // (job.rows_per_step * job.recipe.length)) if self.tokens else self.steps
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,12 @@
 """Searches layouts and batches to train a model on given GPUs: keeps those that fit, ranks by predicted time. Pure."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from accel_fsdp.config import Engine
 from accel_fsdp.job import Job, Layout
-from accel_fsdp.prediction import capacity
-from accel_fsdp.prediction.capacity import Device
 from accel_fsdp.prediction.problem import Candidate, Problem, layouts, offloads, rows_in
 from accel_fsdp.prediction.speed import SHORTEST
 from accel_fsdp.units import gib_of
@@ -28,35 +27,12 @@ ENOUGH = 0.95
 def largest(problem: Problem, job: Job, field: str, most: int) -> int:
     """The largest value of a field of the recipe, such as its rows, that fits; 0 if none does."""
 
-    def needs(number: int) -> Device:
-        return problem.device(job.with_recipe(**{field: number}))
+    def is_too_large(number: int) -> bool:
+        return number > 0 and not problem.has_room(job.with_recipe(**{field: number}))
 
-    return _largest_number(needs, problem.capacity_bytes, most)
-
-
-def _largest_number(needs: Callable[[int], Device], has: int, most: int) -> int:
-    """The largest number from 1 to `most` that fits.
-
-    Memory grows about linearly, so the next number tried is where the line through the two numbers around the limit
-    meets it; every third try is the middle, in case the line misleads.
-    """
-    low, high = 0, most + 1
-    needed: dict[int, int] = {}
-    while high - low > 1:
-        tries = len(needed)
-        number = tries + 1 if tries < 2 else (low + high) // 2 if tries % 3 == 1 else _crossing(needed, low, high, has)
-        number = min(max(number, low + 1), high - 1)
-        device = needs(number)
-        needed[number] = device.needed
-        low, high = (number, high) if device.fits else (low, number)
-    return low
-
-
-def _crossing(needed: Mapping[int, int], low: int, high: int, has: int) -> int:
-    """The point where a line reaches the limit: the line through `low` and `high`, or the two highest known numbers."""
-    first, second = (low, high) if low in needed and high in needed else sorted(needed)[-2:]
-    slope = (needed[second] - needed[first]) / (second - first)
-    return first + int((has / (1 + capacity.MARGIN) - needed[first]) / slope) if slope > 0 else high - 1
+    powers = (2**power for power in range(most.bit_length()))
+    above = next((power for power in powers if is_too_large(power)), most + 1)
+    return bisect_left(range(above), True, lo=above // 2, key=is_too_large) - 1
 
 
 @dataclass(frozen=True)
@@ -75,9 +51,10 @@ class Plan:
     reason: str = ""
 
     @cached_property
-    def longest(self) -> tuple[int, int]:
-        """The longest sequences that fit, in the recommended micro-batch and alone; found when first asked for."""
-        return _longest_sequences(self.problem, self.choice) if self.choice else (0, 0)
+    def longest(self) -> int:
+        """The tokens of the longest sequences that fit in the recommended micro-batch; found when first asked for."""
+        limit = self.problem.shape.positions or MOST_TOKENS
+        return largest(self.problem, self.choice.job, "length", limit) if self.choice else 0
 
 
 def make_plan(problem: Problem) -> Plan:
@@ -141,13 +118,6 @@ def _simplest(candidates: list[Candidate]) -> Candidate | None:
 def _has_ample_room(problem: Problem, job: Job) -> bool:
     device = problem.device(job)
     return device.needed * (1 + AMPLE) <= device.capacity
-
-
-def _longest_sequences(problem: Problem, candidate: Candidate) -> tuple[int, int]:
-    limit = problem.shape.positions or MOST_TOKENS
-    jobs = candidate.job, candidate.job.with_recipe(rows=1)
-    chosen, single = (largest(problem, job, "length", limit) for job in jobs)
-    return chosen, max(chosen, single)
 
 
 def _search(

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 import accel_fsdp as package
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.hardware import machines
-from accel_fsdp.job import Job, Layout, Recipe, from_arguments
+from accel_fsdp.job import from_arguments
 from accel_fsdp.planner import workload
-from accel_fsdp.prediction import RANGE, cost, search
+from accel_fsdp.prediction import RANGE, search
 from accel_fsdp.units import two_digits
 
 LLAMA = ("--model", "llama-3.1-8b")
@@ -68,7 +68,6 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Any:
     [
         (("--tokens", "2B"), lambda batch: math.ceil(2_000_000_000 / (batch * 4096))),
         (("--tokens", "1.5T"), lambda batch: math.ceil(1_500_000_000_000 / (batch * 4096))),
-        (("--dataset-rows", "10001"), lambda batch: math.ceil(10_001 / batch)),
     ],
 )
 def test_steps_hours_and_money_are_those_of_the_step(words: tuple[str, ...], steps: Any) -> None:
@@ -124,8 +123,6 @@ def test_a_comma_that_parts_no_thousands_is_refused(text: str) -> None:
         (("--tokens", "2X"), "--tokens 2X is not a number of tokens"),
         (("--tokens", "0"), "is not a number of tokens"),
         (("--tokens", "1.5"), "is not a number of tokens"),
-        (("--tokens", "2B", "--dataset-rows", "5"), "--tokens beside --dataset-rows"),
-        (("--dataset-rows", "0"), "it has to be 1 or more"),
         (("--tokens", "2B", "--price", "nan"), "--price nan"),
         (("--price", "1"), "--price without --tokens"),
         (("--args", "no-such.json"), "--args without --config"),
@@ -236,24 +233,17 @@ def test_the_arguments_decide_the_job(job: Any) -> None:
     assert spent["money_at_most"] == pytest.approx(2 * 16 * spent["hours_at_most"])
 
 
-def test_epochs_need_the_rows(job: Any) -> None:
+def test_epochs_alone_say_no_steps(job: Any) -> None:
     words = job(max_steps=-1, num_train_epochs=2)
     assert planned(*words)["cost"] is None
     assert "The number of steps is unknown" in printed(*words)
-    assert planned(*words, "--dataset-rows", "3201")["cost"]["steps"] == 2 * 101  # 32 rows a step
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--tokens", "2B"), "--tokens beside --args"),
-        (("--batch", "2"), "--batch beside --args"),
-        (("--method", "lora"), "--method beside --args"),
-    ],
-)
-def test_a_flag_that_the_arguments_decide_is_refused(words: tuple[str, ...], message: str, job: Any) -> None:
-    refused = accel_fsdp("plan", *job(), *words)
-    assert (refused.code, message in refused.output) == (2, True)
+def test_a_flag_overrides_the_arguments(job: Any) -> None:
+    report = planned(*job(), "--batch", "2", "--method", "lora", "--tokens", "2B")
+    choice, spent = report["choice"], report["cost"]
+    assert (choice["batch_per_gpu"], choice["accumulation"], report["method"]) == (2, 2, "lora")
+    assert spent["steps"] == math.ceil(2_000_000_000 / (choice["global_batch"] * 2048))
 
 
 def test_arguments_of_another_model_are_refused(job: Any) -> None:
@@ -291,22 +281,6 @@ def test_what_arguments_say_in_their_other_forms() -> None:
     assert (recipe.method, recipe.lora_targets, recipe.lora_dropout) == ("lora", "attention", False)
     assert (recipe.dtype, recipe.optimizer, recipe.checkpointing) == ("bfloat16", "adamw_8bit", "reentrant")
     assert list(from_arguments.notes({"optim": "lion_32bit"}))
-
-
-@pytest.mark.parametrize("rows", [1, 7, 64, 1000, 1001])
-@pytest.mark.parametrize(("batch", "accumulation", "ranks"), [(1, 1, 1), (2, 4, 8), (3, 2, 4)])
-def test_steps_of_an_epoch_are_accelerates(rows: int, batch: int, accumulation: int, ranks: int) -> None:
-    from accelerate.data_loader import prepare_data_loader
-    from torch.utils.data import DataLoader
-
-    loader = prepare_data_loader(
-        DataLoader(list(range(rows)), batch_size=batch),  # type: ignore[arg-type]
-        num_processes=ranks,
-        process_index=0,
-        put_on_device=False,
-    )
-    job = Job(Layout.ddp(ranks, ranks), Recipe(rows=batch, accumulation=accumulation))
-    assert cost.steps_per_epoch(rows, job) == max(math.ceil(len(loader) / accumulation), 1)
 
 
 # Speed

@@ -256,8 +256,6 @@ def test_experts_that_fsdp2_pads_are_sharded_by_an_engine_that_cuts_through_them
     assert choice["strategy"] == "FSDP1 FULL_SHARD"
     by_offload = 3_600  # tokens/s of FSDP2 with offload, the fastest of DDP and FSDP2
     assert choice["tokens_per_s_per_gpu"] > by_offload
-    text = shown("--model", MIXTRAL, "--gpus", "4x8xH100")
-    assert "FSDP2 distributes a layer's 8 experts whole, so on 32 GPUs each holds and sends 3.9 times" in text
 
 
 @pytest.mark.slow(but=1)
@@ -348,9 +346,6 @@ def test_a_micro_batch_is_no_larger_than_pays() -> None:
         (("--global-batch", "0"), "--global-batch 0 is less than 1"),
         (("--host-memory", "-1"), "--host-memory -1 is less than 1"),
         (("--host-memory", "-3"), "a machine has some memory to load the model"),
-        (("--batch", "1000000000"), "--batch 1000000000 makes a step of 2,048,000,000,000 tokens"),
-        (("--accumulation", "1000000000"), "--accumulation 1000000000 makes a step of"),
-        (("--global-batch", "1000000000"), "--global-batch 1000000000 makes a step of"),
         (("--config", str(ROOT / "accelerate_configs" / "fsdp2.yaml"), "-o", "x.yaml"), "recommends no other one"),
     ],
 )
@@ -378,11 +373,6 @@ def test_the_layer_class_of_another_model_is_no_fit(tmp_path: Path) -> None:
     assert "has no GPT2Block" in text
     assert "Accelerate stops" in text
     assert "It fits" not in text
-
-
-def test_the_longest_sequence_is_that_of_the_batch_and_of_one() -> None:
-    content = planned("--model", "llama-3.1-8b", "--gpus", "8xH100", "--batch", "2")
-    assert 1.9 < content["longest_sequence_alone"] / content["longest_sequence"] < 2.1
 
 
 def test_the_json_says_which_it_is_and_what_a_gpu_has() -> None:
@@ -510,7 +500,6 @@ def test_arguments_that_cannot_be_read_are_refused(more: str, message: str, job:
         (("--gpus", "1xH100", "--price", "2.5"), "--price without --tokens"),
         (("--gpus", "1xH100", "--price", "2,5"), "--price takes a number, not 2,5"),
         (("--gpus", "99999999999xH100"), "is 99,999,999,999 GPUs"),
-        (("--gpus", "1xH100", "-o", "same", "--html", "same"), "-o and --html are both same"),
     ],
 )
 def test_slips_are_refused(
