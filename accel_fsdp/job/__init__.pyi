@@ -5,7 +5,6 @@ from . import from_yaml as from_yaml
 from .combinations import UNLESS_SFT as UNLESS_SFT
 from .combinations import Clash as Clash
 from .combinations import clashes as clashes
-from .from_arguments import Schedule as Schedule
 from .job import ATTENTION_LINEAR as ATTENTION_LINEAR
 from .job import Attention as Attention
 from .job import Checkpointing as Checkpointing

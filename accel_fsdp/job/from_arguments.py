@@ -28,16 +28,8 @@ WHOLE: Mapping[str, int] = {
 """Integer arguments and their minimum."""
 SLIP = 0.94
 """The similarity of two names that differ by one letter."""
-LORA_DROPOUT, EPOCHS, EVAL_BATCH = 0.05, 3, 8
+LORA_DROPOUT, EVAL_BATCH = 0.05, 8
 """Other defaults of `train/sft.py` and Trainer."""
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """When a job ends: after `max_steps`, or if that is 0 after `epochs`."""
-
-    max_steps: int = 0
-    epochs: float = EPOCHS
 
 
 def sizes_of(arguments: Mapping[str, object]) -> dict[str, int]:
@@ -269,14 +261,6 @@ def notes(arguments: Mapping[str, Any]) -> Iterator[str]:
         yield f"The arguments' {optimizer} is predicted as {Recipe.optimizer}."
     if is_on(arguments.get("auto_find_batch_size")):
         yield "auto_find_batch_size halves the micro-batch where it doesn't fit; the prediction keeps it."
-
-
-def schedule_of(arguments: Mapping[str, Any]) -> Schedule:
-    """When a job with these arguments ends; Trainer's defaults for missing ones."""
-    return Schedule(
-        max_steps=positive_int(arguments.get("max_steps")),
-        epochs=number(arguments.get("num_train_epochs"), EPOCHS) or EPOCHS,
-    )
 
 
 def _word(arguments: Mapping[str, Any], name: str, default: str) -> str:

@@ -10,6 +10,8 @@ from dataclasses import MISSING, dataclass, fields
 from html import escape
 from typing import Any, get_args, get_type_hints
 
+import tyro
+
 from accel_fsdp import flag_words
 from accel_fsdp.errors import NotInstalled, UsageError, UserError
 from accel_fsdp.flag_words import Flag
@@ -182,10 +184,4 @@ def _command(inputs: Mapping[str, str], words: list[str]) -> PlanCommand:
         raise UsageError(f"--{empty[0]} is missing", why="there is nothing to plan", fix="choose one")
     if catalogue.canonical(inputs["model"]) is None:
         raise _takes_torch(inputs["model"], words, catalogue.did_you_mean(inputs["model"]))
-    return PlanCommand(**{flag_words.field_name(name): _value(flags[name], value) for name, value in inputs.items()})
-
-
-def _value(flag: Flag, text: str) -> Any:
-    if flag.is_switch:
-        return True
-    return int(text) if int in flag.types else float(text) if float in flag.types else text
+    return tyro.cli(PlanCommand, args=words, config=(tyro.conf.FlagCreatePairsOff,))

@@ -1,7 +1,6 @@
 """The command `accel-fsdp plan`: read the model and the machine, search, show."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,14 +8,14 @@ from typing import Any
 from accel_fsdp import atomic_files, console, linter
 from accel_fsdp.config import EXPERT_FIELD, header
 from accel_fsdp.errors import UsageError, is_installed
-from accel_fsdp.hardware import Gpu, MachineFacts, gpus, machines
+from accel_fsdp.hardware import Gpu, MachineFacts, machines
 from accel_fsdp.job import Job, Layout, Recipe, from_arguments, from_yaml
-from accel_fsdp.models import catalogue, config_json
+from accel_fsdp.models import config_json
 from accel_fsdp.planner import model_notes, proposal, workload
 from accel_fsdp.planner.flags import PlanCommand
 from accel_fsdp.planner.proposal import Proposer
 from accel_fsdp.planner.text_report import PlanReport
-from accel_fsdp.prediction import Candidate, Problem, ReadShape, cost, length_of, search, trace_store, written
+from accel_fsdp.prediction import Candidate, Problem, cost, length_of, search, trace_store, written
 from accel_fsdp.prediction.tracing import by_name
 from accel_fsdp.units import counted
 
@@ -62,23 +61,16 @@ def make_plan(flags: PlanCommand) -> PlanReport:
     if flags.args is not None:
         why = "a job is its YAML and its script's arguments; a search takes flags"
         raise UsageError("--args without --config", why=why, fix="--config FILE --args FILE")
-    problem, proposer = search_problem(flags)
+    problem = make_problem(flags)
     plan = search.make_plan(problem)
-    return PlanReport(problem, plan, proposer, spent=spent_on(plan.choice, work, flags))
+    return PlanReport(problem, plan, _proposer(problem, flags), spent=spent_on(plan.choice, work, flags))
 
 
-def search_problem(flags: PlanCommand, read_shape: ReadShape = by_name.read_shape) -> tuple[Problem, Proposer]:
-    """The problem of a command line, which refuses invalid jobs, and the proposer that writes a candidate's YAML.
-
-    Raises:
-        UserError: as `make_plan`.
-    """
-    problem = make_problem(flags, read_shape=read_shape)
+def _proposer(problem: Problem, flags: PlanCommand) -> Proposer:
     machine, _ = machines_of(flags)
     usual, defaults = length_of(problem.shape, None), PlanCommand(flags.model)
     by_default = all(getattr(flags, name) == getattr(defaults, name) for name in UNKNOWN_TO_WIZARD)
-    proposer = Proposer(problem.shape.name, machines.as_named(machine), machine.count, usual, by_default)
-    return problem, proposer
+    return Proposer(problem.shape.name, machines.as_named(machine), machine.count, usual, by_default)
 
 
 def machines_of(flags: PlanCommand) -> tuple[MachineFacts, int]:
@@ -110,19 +102,18 @@ def _judge_yaml(flags: PlanCommand, path: Path, work: cost.Work) -> PlanReport:
         gpus=flags.gpus or from_yaml.gpus_in_header(subject) or None,
     )
     machine, described = machines_of(flags)
-    _refuse_other_model(flags, arguments)
     from_arguments.refuse_unreadable(arguments)
     if subject.args is None:
         arguments = from_arguments.arguments_of(Job(Layout.alone(), recipe_of(flags))) | {EXPERT_FIELD: subject.experts}
     else:
         if header.sft_line(subject.source) and subject.uses_sft and not flags.json:
             console.say(linter.from_header(path, flags.args is not None or bool(_changed(flags))))
-        work = cost.Work(work.tokens, from_arguments.schedule_of(arguments).max_steps)
+        work = cost.Work(work.tokens, from_arguments.positive_int(arguments.get("max_steps")))
     arguments |= _changed(flags)
     job, left_out = _as_recordable(from_yaml.predictable(subject, arguments))
     nodes, gpus = _nodes(flags.nodes, described), machines.as_named(machine)
     named = gpus if nodes == 1 else f"{nodes}x{gpus}"
-    _check_attention(job.recipe, gpu_of(machine))
+    _check_attention(job.recipe, written.gpu_of(machine))
     _check_numbers(flags, job.recipe, nodes)
     is_default = subject.args is None and flags.seq_len is None
     problem = written.problem_of(subject, job, flags.model, named, by_name.read_shape, is_default)
@@ -144,17 +135,6 @@ def _changed(flags: PlanCommand) -> dict[str, Any]:
     }
     rows = (row for row in from_arguments.ROWS if row.field in fields)
     return {name: value for row in rows for name, value in row.write(recipe).items()}
-
-
-def _refuse_other_model(flags: PlanCommand, arguments: Mapping[str, Any]) -> None:
-    model = str(arguments.get("model_name_or_path", flags.model))
-    flag_model, argument_model = catalogue.canonical(flags.model), catalogue.canonical(model)
-    if flag_model and argument_model and flag_model != argument_model:
-        raise UsageError(
-            f"--model {flags.model}, and {flags.args or flags.config} has model_name_or_path {model}",
-            why="one of them is another job's",
-            fix=f"--model {model}, or other arguments",
-        )
 
 
 def _as_recordable(job: Job) -> tuple[Job, tuple[str, ...]]:
@@ -203,18 +183,18 @@ def _write(flags: PlanCommand, report: PlanReport) -> None:
         console.say(f"warning: {flags.output} was NOT written: nothing fits{note}", style="bold red")
 
 
-def make_problem(flags: PlanCommand, read_shape: ReadShape = by_name.read_shape) -> Problem:
+def make_problem(flags: PlanCommand) -> Problem:
     """The problem to plan: a job in any layout.
 
     Raises:
         UserError: as `show_plan`.
     """
     machine, described = machines_of(flags)
-    gpu, recipe = gpu_of(machine), recipe_of(flags)
+    gpu, recipe = written.gpu_of(machine), recipe_of(flags)
     _check_attention(recipe, gpu)
     nodes = _nodes(flags.nodes, described)
     _check_numbers(flags, recipe, nodes)
-    shape, tapes = read_shape(flags.model, recipe)
+    shape, tapes = by_name.read_shape(flags.model, recipe)
     ranks = machine.count * nodes
     recipe = replace(
         recipe,
@@ -252,19 +232,6 @@ def recipe_of(flags: PlanCommand) -> Recipe:
         attention=flags.attention,
         liger=flags.liger,
     )
-
-
-def gpu_of(machine: MachineFacts, flag: str = "--gpus") -> Gpu:
-    """The GPU of a machine that a flag describes.
-
-    Raises:
-        UsageError: the machine has no GPU, or an unknown one.
-    """
-    if machine.accelerator is None:
-        raise UsageError(
-            f"{flag} cpu has no GPU memory to plan for", why="a plan is about GPUs", fix=f"{flag} 8xH100-80GB"
-        )
-    return gpus.find(machine.accelerator, machine.memory_gib)
 
 
 def _check_attention(recipe: Recipe, gpu: Gpu) -> None:

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 from accel_fsdp import console
@@ -10,8 +9,7 @@ from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import machines
 from accel_fsdp.planner import command, cost_report, workload
 from accel_fsdp.planner.flags import PlanCommand
-from accel_fsdp.prediction import Candidate, cost, search
-from accel_fsdp.prediction.tracing import by_name
+from accel_fsdp.prediction import Candidate, cost, search, written
 from accel_fsdp.units import GIB, number_in_figure
 
 NOT_BESIDE = ("gpus", "nodes", "config", "args", "output", "html")
@@ -97,7 +95,7 @@ def show_comparison(flags: PlanCommand) -> int:
 def compare(flags: PlanCommand) -> Comparison:
     """The best candidate on each machine."""
     described = machines.parse_list(flags.compare or "", "--compare")
-    kinds = {command.gpu_of(machine, "--compare").name for machine, _ in described.values()}
+    kinds = {written.gpu_of(machine, "--compare").name for machine, _ in described.values()}
     if others := [name for name in NOT_BESIDE if getattr(flags, name)]:
         flag = f"--{others[0]}"
         raise UsageError(f"{flag} beside --compare", why=f"{flag} is about one machine", fix=f"leave out {flag}")
@@ -105,8 +103,7 @@ def compare(flags: PlanCommand) -> Comparison:
         fix = "leave out --price, and multiply the hours of each machine by its own price"
         what = f"--price beside --compare with {', '.join(sorted(kinds))}"
         raise UsageError(what, why="they don't cost the same", fix=fix)
-    work, read, rows = workload.work_of(flags), cache(by_name.read_shape), list[Machine]()
-    for name in described:
-        choice = search.best(command.search_problem(replace(flags, gpus=name), read)[0])
-        rows.append(Machine(name, choice, cost.cost(work, choice.job, choice.step, flags.price) if choice else None))
+    work = workload.work_of(flags)
+    choices = {name: search.best(command.make_problem(replace(flags, gpus=name))) for name in described}
+    rows = (Machine(name, choice, command.spent_on(choice, work, flags)) for name, choice in choices.items())
     return Comparison(tuple(rows))

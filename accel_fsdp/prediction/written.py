@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from accel_fsdp.config import JobConfig, made_with
 from accel_fsdp.errors import UsageError, UserError
-from accel_fsdp.hardware import gpus, machines
+from accel_fsdp.hardware import Gpu, MachineFacts, gpus, machines
 from accel_fsdp.job import Job, Recipe, from_yaml
 from accel_fsdp.models import catalogue
 from accel_fsdp.prediction import search
@@ -27,6 +27,19 @@ def model_of(config: JobConfig, arguments: Mapping[str, Any]) -> str:
     return str(arguments.get("model_name_or_path") or made_with(config.source).get("--model", ""))
 
 
+def gpu_of(machine: MachineFacts, flag: str = "--gpus") -> Gpu:
+    """The GPU of a machine that a flag describes.
+
+    Raises:
+        UsageError: the machine has no GPU, or an unknown one.
+    """
+    if machine.accelerator is None:
+        raise UsageError(
+            f"{flag} cpu has no GPU memory to plan for", why="a plan is about GPUs", fix=f"{flag} 8xH100-80GB"
+        )
+    return gpus.find(machine.accelerator, machine.memory_gib)
+
+
 def problem_of(
     config: JobConfig, job: Job, model: str, machine: str, read_shape: ReadShape, default_length: bool = False
 ) -> Problem:
@@ -36,8 +49,7 @@ def problem_of(
         UserError: the GPUs or the model are unknown, or aren't those of the YAML.
     """
     described, _ = machines.parse(machine)
-    if described.accelerator is None:
-        raise UsageError("cpu has no GPU memory to plan for", why="a plan is about GPUs", fix="--gpus 8xH100-80GB")
+    gpu = gpu_of(described)
     _check_ranks(config, job, machine)
     shape, tapes = read_shape(model, job.recipe)
     for misfit in shape.division.misfits(job.layout.sizes, job.recipe.method):
@@ -47,7 +59,7 @@ def problem_of(
         attention="sdpa" if shape.eager_only else job.recipe.attention,
     )
     return Problem(
-        *(shape, tapes, gpus.find(described.accelerator, described.memory_gib), replace(job, model=model)),
+        *(shape, tapes, gpu, replace(job, model=model)),
         fixed_rows=True,
         ram_efficient=not config.is_fsdp or config.on("fsdp_cpu_ram_efficient_loading"),
     )

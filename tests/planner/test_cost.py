@@ -246,12 +246,6 @@ def test_a_flag_overrides_the_arguments(job: Any) -> None:
     assert spent["steps"] == math.ceil(2_000_000_000 / (choice["global_batch"] * 2048))
 
 
-def test_arguments_of_another_model_are_refused(job: Any) -> None:
-    refused = accel_fsdp("plan", *job(model_name_or_path="openai-community/gpt2"))
-    assert refused.code == 2
-    assert "one of them is another job's" in refused.output
-
-
 def test_arguments_that_would_fail_are_no_plan(job: Any) -> None:
     """What the linter finds in the arguments themselves, not in those that a plan would write."""
     report = planned(*job(fsdp="full_shard"), code=1)

@@ -41,7 +41,7 @@ def predicted(arguments: Arguments, config: JobConfig, machines: int, machine: M
     """The duration of `train/sft.py` with these arguments and rows of full length; None where a number is unknown."""
     with contextlib.suppress(*UNKNOWN):
         problem = _problem_to_plan(arguments, config, machines, machine)
-        steps = from_arguments.schedule_of(arguments).max_steps
+        steps = from_arguments.positive_int(arguments.get("max_steps"))
         if steps and not problem.job.layout.is_by_transformers:
             return Duration(steps, problem.step(problem.job))
     return None

@@ -83,9 +83,6 @@ class Axes:
 def ranks_for(variant: Variant) -> Iterator[None]:
     """A context with a fake process group of the variant's ranks, for recording a divided model."""
     ranks = max(variant.tensor, variant.experts)
-    if ranks == 1:
-        yield
-        return
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     EPImplementationInterface.register(EVEN, EvenAllToAll)
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached

@@ -4,10 +4,11 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from fractions import Fraction
 from functools import cache
 from typing import Any
 from unittest.mock import patch
+
+from sympy import Matrix
 
 from accel_fsdp.errors import UserError
 from accel_fsdp.models import first_line, parallel_plans, trained_class
@@ -45,15 +46,12 @@ def record_model(name: str, config: Any, variants: tuple[str, ...] = SHIPPED) ->
         why, fix = "a plan is about sequences of tokens", f"choose a language model; {WITHOUT_PLAN}"
         raise UserError(f"{kind} is not a language model", why=why, fix=fix)
     tapes: dict[str, Tapes] = {}
-    alike: dict[Variant, Tapes] = {}
     for variant in variants:
         known = Variant.of(variant)
-        frozen = known.method != "full"  # adapters are in the blocks only
-        outer_variant = known._replace(method="lora" if frozen else "full", adapters="fp32")
         try:
             with patch.object(LOG, "disabled", True), _ranks_for(known):
                 recorder = Recorder(name, config, known)
-                tapes[variant] = alike[outer_variant] = record(recorder, alike.get(outer_variant))
+                tapes[variant] = record(recorder)
         except (RuntimeError, ValueError) as error:
             raise UserError(
                 f"what {name} allocates can't be recorded: {first_line(error) or type(error).__name__}",
@@ -72,16 +70,16 @@ def _ranks_for(variant: Variant) -> AbstractContextManager[None]:
     return ranks_for(variant)
 
 
-def record(recorder: Recorder, alike: Tapes | None = None) -> Tapes:
-    """All tapes of one variant; `alike` has the tapes outside the blocks, if they were recorded before."""
+def record(recorder: Recorder) -> Tapes:
+    """All tapes of one variant."""
     window, untraced = recorder.shape.window, recorder.shape.untraced
     blocks = range(len(recorder.shape.blocks))
     takes_mask = [block not in untraced and _takes_mask_late(recorder, block, window) for block in blocks]
     return Tapes(
         blocks=tuple(SILENT if block in untraced else record_block(recorder, block) for block in blocks),
         masked=tuple(record_block(recorder, block, window) if takes_mask[block] else None for block in blocks),
-        embedding=alike.embedding if alike else fit(recorder.embedding, LENGTHS, False),
-        head=alike.head if alike else fit(recorder.head, LENGTHS, False),
+        embedding=fit(recorder.embedding, LENGTHS, False),
+        head=fit(recorder.head, LENGTHS, False),
     )
 
 
@@ -174,30 +172,11 @@ def _check_same(first: RecordedRun, second: RecordedRun, at: At) -> None:
 
 
 def _solve(points: tuple[At, ...], terms: tuple[str, ...], values: tuple[int, ...]) -> Size:
-    inverse = _inverse(points, terms)
-    solution = {
-        term: sum(a * b for a, b in zip(row, values, strict=True)) for term, row in zip(terms, inverse, strict=True)
-    }
-    coefficients = {
-        term: int(factor) if factor.denominator == 1 else float(factor) for term, factor in solution.items()
-    }
-    return Size(**coefficients)
+    factors = ((factor.p, factor.q) for factor in _inverse(points, terms) * Matrix(values))
+    return Size(**{term: p if q == 1 else p / q for term, (p, q) in zip(terms, factors, strict=True)})
 
 
 @cache
-def _inverse(points: tuple[At, ...], terms: tuple[str, ...]) -> list[list[Fraction]]:
-    """The inverse of the matrix of each term at each point, by elimination."""
-    count = len(points)
-    rows = [
-        [Fraction(round(Size(**{term: 1}).exact(at))) for term in terms] + [Fraction(n == m) for m in range(count)]
-        for n, at in enumerate(points)
-    ]
-    for column in range(count):
-        pivot = next(n for n in range(column, count) if rows[n][column])
-        rows[column], rows[pivot] = rows[pivot], rows[column]
-        rows[column] = [value / rows[column][column] for value in rows[column]]
-        for n in range(count):
-            if n != column and rows[n][column]:
-                factor = rows[n][column]
-                rows[n] = [a - factor * b for a, b in zip(rows[n], rows[column], strict=True)]
-    return [row[count:] for row in rows]
+def _inverse(points: tuple[At, ...], terms: tuple[str, ...]) -> Matrix:
+    """The inverse of the matrix of each term at each point."""
+    return Matrix([[round(Size(**{term: 1}).exact(at)) for term in terms] for at in points]).inv()

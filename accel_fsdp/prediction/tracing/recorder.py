@@ -215,9 +215,8 @@ class Recorder:
         """
         from transformers import DynamicCache
 
-        if getattr(
-            self.model.config, "output_router_logits", False
-        ):  # its loss is small, and reads what no block returns
+        # the router's loss is small, and reads what no block returns
+        if getattr(self.model.config, "output_router_logits", False):
             options["output_router_logits"] = False
         cache = None if self.variant.attention == "packed" else DynamicCache()
         return self.model(input_ids=ids, past_key_values=cache, use_cache=False, **options)
@@ -267,9 +266,8 @@ def _axes_of(model: Any, variant: Variant) -> Any:
 def _adapt(layer: nn.Module, variant: Variant, rank: int, frozen: Collection[str]) -> None:
     with quiet(), torch.device("meta"):
         if variant.method != "full":
-            from accel_fsdp.prediction.tracing.lora_layers import (
-                adapt,  # PEFT and bitsandbytes take two seconds to import
-            )
+            # PEFT and bitsandbytes take two seconds to import
+            from accel_fsdp.prediction.tracing.lora_layers import adapt
 
             adapt(layer, variant, rank, frozen)
         _use_fused_kernels(layer, variant)
