@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import accel_fsdp
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import accel_fsdp as package
@@ -16,7 +16,7 @@ from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.hardware import machines
 from accel_fsdp.job import from_arguments
 from accel_fsdp.planner import workload
-from accel_fsdp.prediction import RANGE, search
+from accel_fsdp.prediction import RANGE
 from accel_fsdp.units import two_digits
 
 LLAMA = ("--model", "llama-3.1-8b")
@@ -275,29 +275,3 @@ def test_what_arguments_say_in_their_other_forms() -> None:
     assert (recipe.method, recipe.lora_targets, recipe.lora_dropout) == ("lora", "attention", False)
     assert (recipe.dtype, recipe.optimizer, recipe.checkpointing) == ("bfloat16", "adamw_8bit", "reentrant")
     assert list(from_arguments.notes({"optim": "lion_32bit"}))
-
-
-# Speed
-
-
-@settings(max_examples=60)
-@given(st.integers(0, 400), st.integers(1, 300), st.integers(1, 300), st.integers(1, 10_000), st.integers(0, 10_000))
-def test_the_largest_that_fits_is_found_with_few_tries(
-    limit: int, knee: int, most: int, slope: int, constant: int
-) -> None:
-    """Whatever memory does, as long as it grows: flat, then steep; against trying each number."""
-
-    class Device:
-        def __init__(self, number: int) -> None:
-            self.needed = constant + max(0, number - knee) * slope
-            self.fits = number <= limit
-
-    tried: list[int] = []
-
-    def needs(number: int) -> Device:
-        tried.append(number)
-        return Device(number)
-
-    has = round((constant + max(0, limit - knee) * slope) * 1.05)
-    assert search._largest_number(needs, has, most) == min(limit, most)  # type: ignore[arg-type]
-    assert len(tried) == len(set(tried)) <= 3 * most.bit_length() + 2
