@@ -166,7 +166,7 @@ def recorded_texts() -> Iterator[tuple[str, str]]:
         path = f"accel_fsdp/prediction/{trace_store.FOLDER}/{trace_store.file_name(name)}"
         key = trace_store.key_of(entry["config"], variants)
         text = (ROOT / path).read_text(encoding="utf-8") if (ROOT / path).is_file() else ""
-        if not text or trace_store.key_in(text) != key:
+        if not text or json.loads(text)["key"] != key:
             recorded = fit.record_model(name, AutoConfig.for_model(**entry["config"]), variants)
             text = trace_store.to_text(key, *recorded)
         yield path, text

@@ -238,9 +238,9 @@ class PlanReport:
     def _alternatives(self, choice: Candidate) -> Iterator[str]:
         if self.plan.ties:
             equals = ", ".join(f"{tie.layout.name} ({_settings_and_memory(tie)})" for tie in self.plan.ties)
-            better = search.advantages(choice, self.plan.ties)
-            yield f"Equally fast within the error of a prediction, which may be {1 - search.TIE:.0%} off: {equals}." + (
-                f" {choice.layout.name} {'; and it '.join(better)}." if better else ""
+            yield (
+                f"Equally fast within the error of a prediction, which may be {1 - search.TIE:.0%} off: {equals}. "
+                f"{search.PREFERRED}"
             )
         if second := self.plan.runner_up:
             ratio = choice.tokens_per_s / second.tokens_per_s

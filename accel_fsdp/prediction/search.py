@@ -175,30 +175,14 @@ def _split(problem: Problem, job: Job) -> list[Job]:
     return [job.with_recipe(rows=size, accumulation=rows // size) for size in sizes]
 
 
-BURDENS = (
-    "needs no offload",
-    "resumes exactly and needs no other package",
-    "computes nothing twice",
-    "leaves more memory free",
-)
-"""The criteria that decide among equals, in this order."""
+PREFERRED = "Among equals a plan prefers no offload, then DDP and FSDP2, then no checkpointing, then more free memory."
 OLDER = {Engine.FSDP1: 1, Engine.DEEPSPEED: 2}
 
 
 def _burden(candidate: Candidate) -> tuple[bool, int, bool, int]:
-    """The candidate's value for each of `BURDENS`; lower is better."""
+    """The candidate's value for each criterion of `PREFERRED`; lower is better."""
     layout, older = candidate.layout, OLDER.get(candidate.layout.engine, 0)
     return layout.offload, older, candidate.recipe.recomputes, candidate.device.needed
-
-
-def advantages(choice: Candidate, ties: Iterable[Candidate]) -> list[str]:
-    """The reasons why the choice was preferred to its equals, each once."""
-    own_burden, deciding = _burden(choice), set()
-    for equal in ties:
-        pairs = enumerate(zip(own_burden, _burden(equal), strict=True))
-        differ = (index for index, (better, worse) in pairs if better != worse)
-        deciding.add(next(differ, len(BURDENS)))
-    return [words for index, words in enumerate(BURDENS) if index in deciding]
 
 
 def _reason(problem: Problem, choice: Candidate, alone: bool) -> str:

@@ -92,10 +92,6 @@ def cached_or_recorded(
     return shape, tapes[variant]
 
 
-def key_in(text: str) -> str:
-    return str(json.loads(text)["key"])
-
-
 def to_text(key: str, shape: ModelShape, tapes: Mapping[str, Tapes]) -> str:
     sizes: dict[Size, int] = {}
     places: dict[Tape, int] = {}
