@@ -60,8 +60,6 @@ def check(
     model: str | None = None,
     args: File | None = None,
     script: File | None = None,
-    checkpoint: File | None = None,
-    here: bool = False,
 ) -> list[Finding]:
     """The findings of `accel-fsdp check` for an Accelerate YAML, in the order of its lines; empty for a faultless file.
 
@@ -71,9 +69,9 @@ def check(
     from accel_fsdp import linter
 
     _refuse_value("model", model, str | None)
-    inputs = {"args": args, "checkpoint": checkpoint, "script": script}
+    inputs = {"args": args, "script": script}
     paths = {name: None if value is None else _path(name, value) for name, value in inputs.items()}
-    options = linter.LintOptions(model, paths["args"], paths["checkpoint"], paths["script"], here)
+    options = linter.LintOptions(model, paths["args"], paths["script"])
     return linter.lint(_path("path", path), options)
 
 

@@ -57,17 +57,14 @@ MODEL = (
     "export {} {out} --verify bytes",
     "export {} {out}",
     "export --check {}",
-    "check good.yaml --checkpoint {}",
     "train {}",
 )
 RUN = (
     "export {} {out} --verify bytes",
     "export {}/checkpoint-2 {out}",
     "export --list {}",
-    "check good.yaml --checkpoint {}",
-    "check good.yaml --checkpoint {}/checkpoint-2",
 )
-ADAPTER = ("export {} {out} --merge-adapter --verify bytes", "export {} {out}", "check good.yaml --checkpoint {}")
+ADAPTER = ("export {} {out} --merge-adapter --verify bytes", "export {} {out}")
 YAML = ("check {}/job.yaml", "check {}/job.yaml --json", "plan --model gpt2 --gpus 2xA100 --config {}/job.yaml")
 YAML_MORE = ("migrate {}/job.yaml --to zero3 --dry-run", "launch --dry-run {}/job.yaml good.yaml")
 TARGETS = (

@@ -187,8 +187,8 @@ def coverage_page() -> str:
         "# What goes wrong, and which rule sees it",
         "",
         "Made by `make docs` from `known_issues.py` and the rules. "
-        f"{sum(map(bool, seen.values()))} of {len(PAINS)} are seen, some only with `--model`, `--args`, "
-        "`--checkpoint`, `--script` or `--here`; [rules.md](rules.md) says which.",
+        f"{sum(map(bool, seen.values()))} of {len(PAINS)} are seen, some only with `--model`, `--args` or `--script`; "
+        "[rules.md](rules.md) says which.",
         "",
         "| id | what goes wrong | rules | what no rule sees |",
         "|---|---|---|---|",

@@ -102,13 +102,11 @@ def test_config_check_migrate_plan_and_init_do_what_they_do_with_everything_inst
             assert path.read_bytes() == (tmp_path / "light" / path.relative_to(tmp_path / "whole")).read_bytes(), path
 
 
-def test_check_reads_arguments_script_checkpoint_and_machine(light: Any, tmp_path: Path) -> None:
+def test_check_reads_arguments_and_a_script(light: Any, tmp_path: Path) -> None:
     (tmp_path / "args").write_text("--optim adamw_8bit")
-    (tmp_path / "checkpoint-1").mkdir()
-    words = ["check", YAML, "--args", tmp_path / "args", "--script", SFT, "--checkpoint", tmp_path / "checkpoint-1"]
-    finished = light(*words, "--here")
+    finished = light("check", YAML, "--args", tmp_path / "args", "--script", SFT)
     assert finished.code == 1
-    assert all(code in finished.output for code in ("AF604", "AF812", "AF420")), finished.output
+    assert "AF604" in finished.output
 
 
 def test_a_plan_says_what_it_cannot_count(light: Any, tmp_path: Path) -> None:

@@ -29,7 +29,6 @@ from .stored import same_bytes as same_bytes
 from .stored import short_name as short_name
 from .summary import TIED as TIED
 from .summary import CheckpointFacts as CheckpointFacts
-from .summary import read_checkpoint as read_checkpoint
 from .tensor_names import LORA as LORA
 from .tensor_names import TOKENS as TOKENS
 from .tensor_names import clean_name as clean_name

@@ -5,6 +5,4 @@ from .gpus import GPUS as GPUS
 from .gpus import Gpu as Gpu
 from .gpus import find as find
 from .gpus import is_hopper as is_hopper
-from .host import HereFacts as HereFacts
-from .host import read_here as read_here
 from .machines import MachineFacts as MachineFacts

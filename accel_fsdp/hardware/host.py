@@ -1,88 +1,32 @@
-"""Facts about this machine for `check --here`, without importing torch."""
+"""Facts about this machine, without importing torch."""
 
-import importlib.util
 import os
-import shutil
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
-from accel_fsdp import atomic_files
 from accel_fsdp.errors import is_installed
 from accel_fsdp.hardware import gpus
 from accel_fsdp.hardware.machines import CPU, MachineFacts
 from accel_fsdp.units import GIB
 
 NVIDIA_SMI_SECONDS = 20
-OTHER_ACCELERATORS = ("kfd", "accel*", "davinci*", "hl*", "neuron*")
-"""Device files of AMD, TPU, Ascend, Habana, Neuron: a machine with one of them has an accelerator besides NVIDIA's."""
 UNLIMITED = 1 << 60
 
 
-@dataclass(frozen=True)
-class HereFacts:
-    """The facts of this machine for `check --here`, read without importing torch; sizes are in bytes.
-
-    `gpus` counts NVIDIA GPUs, None on a machine with another kind of accelerator. `visible` is
-    CUDA_VISIBLE_DEVICES, None if it isn't set. `memory` is the host's or the container's limit, `free_disk` and
-    `filesystem` are the output folder's, None and empty without one. `default_config` is the path of Accelerate's own
-    config file where there is one. `port_in_use` is about the file's port. `others_may_read` is what the umask allows.
-    """
-
-    gpus: int | None = None
-    visible: str | None = None
-    memory: int | None = None
-    free_disk: int | None = None
-    filesystem: str = ""
-    torch_xla: bool = False
-    default_config: str = ""
-    port_in_use: bool = False
-    others_may_read: bool = True
-
-    @property
-    def usable_gpus(self) -> int | None:
-        if self.gpus is None or self.visible is None:
-            return self.gpus
-        count, numbers = 0, [word.strip() for word in self.visible.split(",")]
-        if len(set(numbers)) < len(numbers):
-            return 0  # CUDA offers no GPU if one is named twice
-        for entry in numbers:
-            if not entry or (entry.lstrip("-").isdecimal() and not 0 <= int(entry) < self.gpus):
-                break  # CUDA drops the first bad entry and all after it
-            count += 1
-        return count
-
-
-def read_here(port: int, output: str | None) -> HereFacts:
-    """Looks at GPUs, memory, disk, port and environment. `output` is the folder that the run will write to."""
-    folder = None if output is None else atomic_files.existing_part(Path(output))
-    xla_enabled = os.environ.get("USE_TORCH_XLA", "true").lower() not in ("false", "0", "no", "off", "n", "f")
-    configs = [atomic_files.default_config().with_suffix(suffix) for suffix in (".yaml", ".json")]
-    return HereFacts(
-        gpus=count_gpus(),
-        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
-        memory=memory_limit(),
-        free_disk=None if folder is None else shutil.disk_usage(folder).free,
-        filesystem="" if folder is None else filesystem(folder),
-        torch_xla=xla_enabled and importlib.util.find_spec("torch_xla") is not None,
-        default_config=next((str(path) for path in configs if path.is_file()), ""),
-        port_in_use=port > 0 and port_in_use(port),
-        others_may_read=bool(atomic_files.file_mode() & 0o044),
-    )
-
-
-def count_gpus() -> int | None:
-    """The number of NVIDIA GPUs; None if there is only another accelerator's device file."""
-    try:
-        result = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS)
-        count = sum(line.startswith("GPU ") for line in result.stdout.splitlines())
-    except (OSError, subprocess.TimeoutExpired):
-        proc = Path("/proc/driver/nvidia/gpus")
-        count = len(list(proc.iterdir())) if proc.is_dir() else 0
-    has_others = any(any(Path("/dev").glob(pattern)) for pattern in OTHER_ACCELERATORS)
-    return None if count == 0 and has_others else count
+def visible_gpus(gpus: int, visible: str | None) -> int:
+    """How many of a machine's GPUs a process sees under CUDA_VISIBLE_DEVICES, None if it isn't set."""
+    if visible is None:
+        return gpus
+    count, numbers = 0, [word.strip() for word in visible.split(",")]
+    if len(set(numbers)) < len(numbers):
+        return 0  # CUDA offers no GPU if one is named twice
+    for entry in numbers:
+        if not entry or (entry.lstrip("-").isdecimal() and not 0 <= int(entry) < gpus):
+            break  # CUDA drops the first bad entry and all after it
+        count += 1
+    return count
 
 
 def listed_gpus() -> MachineFacts:
@@ -93,7 +37,7 @@ def listed_gpus() -> MachineFacts:
     except (OSError, subprocess.TimeoutExpired):
         return CPU
     cards = [(name.strip(), mib.strip()) for name, _, mib in (line.rpartition(",") for line in lines) if name]
-    count = HereFacts(len(cards), os.environ.get("CUDA_VISIBLE_DEVICES")).usable_gpus
+    count = visible_gpus(len(cards), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if not count:
         return CPU
     name, mib = cards[0]
@@ -190,14 +134,8 @@ def filesystem(folder: Path) -> str:
     return max(parents, key=lambda mount: len(mount[0]), default=("", ""))[1]
 
 
-def port_in_use(port: int) -> bool:
-    """Whether something on this machine listens on `port`: the launcher's own test."""
-    with socket.socket() as probe:
-        return probe.connect_ex(("localhost", port)) == 0
-
-
 def can_listen(port: int) -> bool:
-    """Whether a store can listen on `port` of all addresses, as torch's does. Stricter than `port_in_use`."""
+    """Whether a store can listen on `port` of all addresses, as torch's does. Stricter than the launcher's own test."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

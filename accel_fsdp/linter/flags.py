@@ -13,16 +13,14 @@ Format = Literal["text", "json", "github", "sarif"]
 
 @dataclass(frozen=True)
 class Sources:
-    """Inputs of the check besides the YAML. Only the given ones are read; this machine only with `--here`."""
+    """Inputs of the check besides the YAML. Only the given ones are read."""
 
     model: Annotated[Optional[str], arg("The model, to check layer classes and sizes.", "ID_OR_FOLDER")] = None
     args: Annotated[
         Optional[Path],
         arg("A file with the training script's arguments: a YAML or JSON mapping, or a command line.", "FILE"),
     ] = None
-    checkpoint: Annotated[Optional[Path], arg("A checkpoint to resume, or an export, to look into.", "FOLDER")] = None
     script: Annotated[Optional[Path], arg("The training script, to read (it isn't run).", "FILE")] = None
-    here: Annotated[bool, arg("Look at this machine too: GPUs, memory, disk, port.")] = False
 
 
 @dataclass(frozen=True)

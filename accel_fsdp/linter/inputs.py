@@ -1,4 +1,4 @@
-"""Reads the linter's inputs: YAML, arguments, versions; on request model, checkpoint, script and this machine."""
+"""Reads the linter's inputs: YAML, arguments, versions; on request the model and the script."""
 
 import ast
 import contextlib
@@ -14,9 +14,8 @@ from typing import Any
 import yaml
 
 from accel_fsdp import console, flag_words
-from accel_fsdp.config import DEFAULT_PORT, ReadConfig, header, read_config, yaml_checks, yaml_file
+from accel_fsdp.config import ReadConfig, header, read_config, yaml_checks, yaml_file
 from accel_fsdp.errors import NotInstalled, UsageError, UserError, versions_of
-from accel_fsdp.hardware import HereFacts
 from accel_fsdp.linter.flags import Sources
 from accel_fsdp.linter.rules import ScriptFacts, Subject
 from accel_fsdp.models import ModelFacts
@@ -27,7 +26,6 @@ GIVE_ARGUMENTS = (
     "--args FILE, which holds a YAML or JSON mapping, or a command line; "
     "in bash also --args <(echo train/sft.py --bf16)"
 )
-LARGEST_PORT = 65535
 USES_TRAINING = re.compile(
     r"^(?:from|import) accel_fsdp\.training\b|^from accel_fsdp import .*\btraining\b", re.MULTILINE
 )
@@ -76,16 +74,11 @@ def _uses_sft(script: Path) -> bool:
 
 
 def read_given(sources: Sources) -> Subject:
-    """Reads model, arguments, checkpoint and script once for all YAMLs of a command, because each may be a pipe."""
+    """Reads model, arguments and script once for all YAMLs of a command, because each may be a pipe."""
     arguments = "" if sources.args is None else yaml_file.read_text(sources.args, NO_ARGUMENTS, GIVE_ARGUMENTS)
     script = None if sources.script is None else _script_text(sources.script)
-    checkpoint = None
-    if sources.checkpoint is not None:
-        from accel_fsdp.checkpoints import read_checkpoint
-
-        checkpoint = read_checkpoint(sources.checkpoint)
     args = None if sources.args is None else _arguments(sources.args, arguments)
-    given = Subject({}, model=None if sources.model is None else _read_model(sources.model), checkpoint=checkpoint)
+    given = Subject({}, model=None if sources.model is None else _read_model(sources.model))
     given = _with_command(given, command_words(arguments), args)
     if script is None or sources.script is None:
         return given
@@ -157,18 +150,8 @@ def read_subject(
         absent=job.absent,
         doubled=job.doubled,
         versions=versions_of(LIBRARIES),
-        here=_read_here(job.values, given.args or {}) if sources.here else None,
     )
     return subject, document
-
-
-def _read_here(values: Mapping[str, Any], args: Mapping[str, Any]) -> HereFacts:
-    from accel_fsdp.hardware import read_here
-
-    port = values.get("main_process_port", DEFAULT_PORT)
-    usable = isinstance(port, int) and 0 <= port <= LARGEST_PORT
-    output = args.get("output_dir")
-    return read_here(port if usable else DEFAULT_PORT, None if output is None else str(output))
 
 
 def _script_text(path: Path) -> str:

@@ -108,7 +108,7 @@ def small_layout(job: JobConfig, small: JobConfig, experts: int) -> Layout:
 
 
 def check_own(job: JobConfig, script: str) -> None:
-    """Refuses tensor parallelism in a script that relies on Accelerate's, which splits no layer (AF703)."""
+    """Refuses tensor parallelism in a script that relies on Accelerate's, which splits no layer."""
     if (size := from_yaml.mesh_of(job)["tp"]) > 1:
         raise CannotRehearse(
             f"tp_size can't be rehearsed with {script}",

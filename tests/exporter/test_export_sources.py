@@ -1,6 +1,5 @@
 """What an export is given: addresses, indexes, patterns, disks and terminals, and what it says of them."""
 
-import contextlib
 import errno
 import json
 import shutil
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from checking import V2, codes_of, subject
 from conftest import accel_fsdp
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -19,7 +17,7 @@ from torch.distributed.checkpoint import save as save_dcp
 from transformers import AutoModelForCausalLM
 
 from accel_fsdp import atomic_files, cli
-from accel_fsdp.checkpoints import discover, summary
+from accel_fsdp.checkpoints import discover
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.exporter import command, refusals
 
@@ -119,7 +117,7 @@ def name_other_weights(folder: Path) -> None:
 def test_the_file_that_is_bad_is_named_with_its_fault(
     change: Callable[[Path], None], what: str, sharded: Path, tmp_path: Path
 ) -> None:
-    """Not as a half-written checkpoint; by --check and by the linter too."""
+    """Not as a half-written checkpoint; by --check too."""
     change(sharded)
     check = command.ExportCommand(sharded, check=True, verify="bytes")
     for call in (lambda: export(sharded, tmp_path / "out"), lambda: command.run(check)):
@@ -128,11 +126,6 @@ def test_the_file_that_is_bad_is_named_with_its_fault(
         assert what in refused.value.what
         assert "half-written" not in refused.value.why
         assert refused.value.fix.startswith(("copy that file again", "don't trust this", "put a file there"))
-    if change is not name_other_weights:
-        with contextlib.suppress(UserError):
-            facts = summary.read_checkpoint(sharded)
-            assert [what in error.what for error in facts.broken] == [True]
-            assert "AF812" not in codes_of(subject(V2, checkpoint=facts))
 
 
 def hold_another_version(folder: Path) -> None:

@@ -23,6 +23,7 @@ fsdp_config:
   fsdp_offload_params: false
 """
 LLAMA_FACTORY = "model_name_or_path: m\nstage: sft\nfinetuning_type: full\ntemplate: llama3\noutput_dir: out\n"
+SAGEMAKER = "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: NO\nmy_key: 1\nec2_instance_type: p\n"
 TRL = "model_name_or_path: m\ndataset_name: d\nlearning_rate: 1.0e-5\noutput_dir: out\n"
 IGNORED_SECTIONS = """\
 compute_environment: LOCAL_MACHINE
@@ -152,6 +153,13 @@ def test_a_file_of_another_tool_is_named_and_left_alone(text: str, tool: str, tm
     edited = accel_fsdp("config", "--yes", "--from", tmp_path / "checked.yaml", "--model", "gpt2")
     assert edited.code == 2
     assert f"a configuration of {tool}" in edited.output
+
+
+def test_a_file_for_sagemaker_is_named_and_left_alone(tmp_path: Path) -> None:
+    (finding,) = findings(SAGEMAKER, tmp_path, fix=True)
+    assert (finding.code, finding.severity) == ("AF112", "error")
+    assert "a configuration of SageMaker," in finding.what
+    assert (tmp_path / "checked.yaml").read_text() == SAGEMAKER
 
 
 @pytest.mark.parametrize("text", [IGNORED_SECTIONS, DDP + "fsdp_config: {fsdp_version: 2}\n"])

@@ -75,7 +75,7 @@ SECONDS = 5
 def test_an_odd_file_ends_well(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, start = tmp_path / "odd.yaml", time.process_time()
     path.write_bytes(ODD[name])
-    for flag in ("--here", "--fix", "--json"):
+    for flag in ("--strict", "--fix", "--json"):
         codes: list[int] = []
 
         def check(words: tuple[str, ...] = ("check", flag, str(path)), codes: list[int] = codes) -> None:

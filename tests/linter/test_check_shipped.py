@@ -12,9 +12,6 @@ SHIPPED = sorted((Path(__file__).parent / "shipped").glob("*/*.yaml"))
 ON_THE_COMMAND_LINE = {"slurm_fsdp": "accelerate launch --num_processes 8 --num_machines 2 train.py"}
 """What the example's own job script gives the launcher."""
 
-NOT_WITH_THESE_VERSIONS = {"tp_hsdp": "AF703"}
-"""An example whose tensor parallelism needs transformers before 5.17."""
-
 
 @pytest.fixture
 def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -36,10 +33,8 @@ def test_a_shipped_file_passes(path: Path, beside: Path) -> None:
     copy = beside / path.name
     copy.write_bytes(path.read_bytes())
     options = linter.CheckCommand(files=(copy,), args=args, strict=True)
-    known = NOT_WITH_THESE_VERSIONS.get(path.stem)
-    findings = [(finding.code, finding.what) for finding in linter.lint(copy, options) if finding.severity != "note"]
-    assert [entry for entry in findings if entry[0] != known] == []
-    assert linter.lint_all(options) == (1 if known else 0)
+    assert [(f.code, f.what) for f in linter.lint(copy, options) if f.severity != "note"] == []
+    assert linter.lint_all(options) == 0
     unused = [
         finding
         for finding in linter.lint(copy, options)

@@ -4,7 +4,6 @@
 """
 
 import socket
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import prepare_multi_gpu_env
-from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from test_fields import MINIMAL, environment
 
 
@@ -99,18 +97,3 @@ def test_a_port_in_use_moves_one_machine_and_stops_several(tmp_path: Path) -> No
         assert args.standalone
         with pytest.raises(ConnectionError, match="another process is utilizing it"):
             prepare_multi_gpu_env(parse(tmp_path, *port, fsdp_config={}, num_machines=2, machine_rank=0))
-
-
-@pytest.mark.parametrize("kind", ["NO", "MULTI_CPU"])
-def test_mpirun_starts_the_processes_only_for_a_hostfile(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """AF418: without one, the script is started once, whatever `num_processes` says."""
-    (mpirun := tmp_path / "mpirun").write_text("#!/bin/sh\necho Open MPI\n")
-    mpirun.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    content = {"distributed_type": kind, "num_processes": 2, "use_cpu": True}
-    assert prepare_simple_launcher_cmd_env(parse(tmp_path, **content))[0] == [sys.executable, __file__]
-    by_mpirun = parse(tmp_path, **content, mpirun_config={"mpirun_hostfile": "hosts"})
-    command, _ = prepare_simple_launcher_cmd_env(by_mpirun)
-    assert command[:7] == ["mpirun", "--hostfile", "hosts", "--npernode", "2", "-n", "2"]

@@ -91,7 +91,7 @@ def test_without_a_policy_no_layer_is_a_unit(sharding: Seen) -> None:
 
 @pytest.mark.pain("P11")
 def test_a_model_that_names_no_layer_is_not_wrapped(sharding: Seen) -> None:
-    """AF502: an empty `_no_split_modules` passes for an answer, and no layer becomes a unit."""
+    """AF503: an empty `_no_split_modules` passes for an answer, and no layer becomes a unit."""
     assert same(sharding["no_split_modules_empty"]) == {"fsdp1": ["LlamaForCausalLM"], "fsdp2": BESIDES_LAYERS}
 
 
@@ -117,7 +117,7 @@ def test_bf16_weights_stay_bf16_without_mixed_precision(sharding: Seen) -> None:
 
 @pytest.mark.pain("P107")
 def test_fsdp1_recomputes_adapters_in_another_dtype(sharding: Seen) -> None:
-    """AF639: FSDP's own checkpointing with BACKWARD_PRE, the wizard's choice; FSDP2 gathers nothing early."""
+    """FSDP's own checkpointing with BACKWARD_PRE, the wizard's choice; FSDP2 gathers nothing early."""
     seen = same(sharding["adapters_recomputed"])
     (stopped,) = (name for name, error in seen.items() if error)
     assert stopped == "fsdp1, before"
@@ -133,7 +133,7 @@ def test_fsdp1_rounds_rope_frequencies(sharding: Seen) -> None:
 
 
 def test_size_based_checkpointing_measures_shards(sharding: Seen) -> None:
-    """AF325: a layer of 8768 parameters is a unit of 8000 and more, and half of it on each rank is none."""
+    """A layer of 8768 parameters is a unit of 8000 and more, and half of it on each rank is none."""
     seen = same(sharding["size_based_checkpointing"])
     assert [name for name in seen["units"] if name in LAYERS] == LAYERS
     assert not set(seen["checkpointed"]) & set(LAYERS)
@@ -209,7 +209,7 @@ def test_label_smoothing_compares_tokens_with_themselves_under_fsdp2(sharding: S
 
 @pytest.mark.pain("P100")
 def test_the_held_out_loss_depends_on_how_rows_fall_to_ranks(sharding: Seen) -> None:
-    """AF632: the last batch has a row for one rank only; its part is scaled by both ranks' tokens and then cut."""
+    """The last batch has a row for one rank only; its part is scaled by both ranks' tokens and then cut."""
     seen = same(sharding["held_out_loss"])
     assert abs(seen["Trainer"] - seen["alone"]) > 0.1 * seen["alone"]
 
@@ -500,13 +500,13 @@ def test_which_models_have_embeddings_that_fsdp2_cannot_make_units_of(sharding: 
 
 @pytest.mark.pain("P101")
 def test_fsdp2_rounds_the_loss_to_16_bits(alone: Seen) -> None:
-    """AF633: under FSDP1 the same precision leaves it in float32."""
+    """Under FSDP1 the same precision leaves it in float32."""
     assert same(alone["loss_in_16_bits"]) == {"FSDP1": "torch.float32", "FSDP2": "torch.bfloat16"}
 
 
 @pytest.mark.pain("P106")
 def test_fsdp_rounds_the_count_that_divides_the_loss(alone: Seen) -> None:
-    """AF636: 271 tokens count as 272 in bfloat16, and 70,000 are infinitely many in float16."""
+    """271 tokens count as 272 in bfloat16, and 70,000 are infinitely many in float16."""
     assert same(alone["count_in_16_bits"]) == {"FSDP1": 272, "FSDP2": 272, "none": 271, "fp16": float("inf")}
 
 
@@ -530,11 +530,11 @@ def test_the_script_of_the_report_about_adapters_shows_it(tmp_path: Path) -> Non
 
 @pytest.mark.pain("P102")
 def test_fsdp2_recomputes_dropout_with_other_numbers(alone: Seen) -> None:
-    """AF634: two layers run twice; under FSDP1 each begins with the random state that it had in forward."""
+    """Two layers run twice; under FSDP1 each begins with the random state that it had in forward."""
     assert same(alone["dropout_when_recomputed"]) == {"FSDP1": [4, True], "FSDP2": [4, False]}
 
 
 @pytest.mark.pain("P104")
 def test_the_newest_sharded_checkpoint_is_not_noted_as_the_best(alone: Seen) -> None:
-    """AF635: Trainer looks for its folder before anything has made it; with gathered ones `save_model` has."""
+    """Trainer looks for its folder before anything has made it; with gathered ones `save_model` has."""
     assert same(alone["best_is_the_newest"]) == {"sharded": [1, False], "full": [1, True]}

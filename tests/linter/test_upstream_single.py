@@ -117,7 +117,7 @@ def test_a_layer_class_without_a_policy_is_ignored(version: int, plugin: Plugin)
 @pytest.mark.pain("P10")
 @pytest.mark.parametrize("kind", ["gemma3", "gemma4_text", "mllama", "qwen3_5_text", "qwen3_5_moe_text"])
 def test_a_model_names_layers_that_it_does_not_have(kind: str, plugin: Plugin) -> None:
-    """AF502: `_no_split_modules` of these text models names classes of the vision tower."""
+    """AF503: `_no_split_modules` of these text models names classes of the vision tower."""
     with pytest.raises(ValueError, match="Could not find the transformer layer class"):
         plugin(2, **LAYERWISE).set_auto_wrap_policy(on_meta(kind))
 
@@ -125,7 +125,7 @@ def test_a_model_names_layers_that_it_does_not_have(kind: str, plugin: Plugin) -
 @pytest.mark.pain("P11")
 @pytest.mark.parametrize("kind", ["bert-generation", "biogpt", "openai-gpt", "xlm"])
 def test_a_model_names_no_layer(kind: str, plugin: Plugin) -> None:
-    """AF502: nothing to wrap is no error, and no module then becomes a unit."""
+    """AF503: nothing to wrap is no error, and no module then becomes a unit."""
     fsdp_plugin, model = plugin(2, **LAYERWISE), on_meta(kind)
     fsdp_plugin.set_auto_wrap_policy(model)
     assert fsdp_plugin.auto_wrap_policy.keywords["transformer_layer_cls"] == set()
@@ -362,6 +362,6 @@ def test_the_rules_that_docstrings_name_exist(path: Path) -> None:
 
 
 def test_accelerate_prepares_tensor_parallelism_with_a_name_that_transformers_lacks() -> None:
-    """AF703: once this stops to hold, the rule needs an upper version."""
+    """Why `rehearse` refuses tp_size with another script: Accelerate splits no layer."""
     assert "import ReplicateParallel" in inspect.getsource(Accelerator._prepare_tp)
     assert not hasattr(importlib.import_module("transformers.integrations.tensor_parallel"), "ReplicateParallel")

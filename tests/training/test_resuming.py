@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import Metadata
 
 from accel_fsdp import cli
-from accel_fsdp.checkpoints import Origin, completeness, discover, file_names, marker, summary
+from accel_fsdp.checkpoints import Origin, completeness, discover, file_names, marker, resumed_pickles
 from accel_fsdp.errors import UserError
 from accel_fsdp.training import SftTrainer, loading, resuming
 
@@ -186,7 +186,7 @@ def test_what_a_strangers_checkpoint_names_is_not_run(
         except UserError as error:
             reasons.append(error.why)
     assert any(message in why for why in reasons), reasons
-    refused = summary.read_checkpoint(folder).refused
+    refused = resumed_pickles.refusal(folder)
     assert refused is not None
     assert message in refused.what
     if not name.startswith(("global_step", "latest")):

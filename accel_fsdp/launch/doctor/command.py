@@ -169,7 +169,7 @@ def _lint(options: DoctorCommand, here: place.Place, read: ReadConfig) -> list[R
     job, document = read
     assert options.file is not None
     try:
-        findings = lint(options.file, LintOptions(here=True), read=(here.applied(job), document))
+        findings = lint(options.file, LintOptions(), read=(here.applied(job), document))
     except UserError as error:
         return [of_error("YAML", error)]
     rows = [

@@ -227,7 +227,7 @@ SCRIPT_ERRORS = {
     "missing-key": KnownError(
         r"Missing key in checkpoint state_dict",
         "another model or adapter, no optimizer state, or other versions of accelerate and torch",
-        "accel-fsdp check FILE --checkpoint FOLDER says what it lacks; for optimizer.state.0.step: accelerate >= 1.13",
+        "accel-fsdp checkpoints FOLDER says what it lacks; for optimizer.state.0.step: accelerate >= 1.13",
         ("huggingface/accelerate#3971", "pytorch/pytorch#148252"),
         means="the checkpoint doesn't hold what the job asks for",
     ),

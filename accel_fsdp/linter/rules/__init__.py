@@ -2,7 +2,6 @@
 
 from accel_fsdp.linter.rules import (  # each registers its rules
     arguments,
-    checkpoint,
     fsdp,
     keys,
     launch,
@@ -17,6 +16,6 @@ from accel_fsdp.linter.rules.engine import RULES, Finding, Rule, ScriptFacts, Se
 from accel_fsdp.linter.rules.keys import SECTIONS
 
 __all__ = [
-    "RULES", "SECTIONS", "Finding", "Rule", "ScriptFacts", "Severity", "Subject", "arguments", "checkpoint", "fsdp",
+    "RULES", "SECTIONS", "Finding", "Rule", "ScriptFacts", "Severity", "Subject", "arguments", "fsdp",
     "keys", "launch", "locate", "machine", "mesh", "model", "repair", "run", "script", "unused_sections", "values",
 ]  # fmt: skip

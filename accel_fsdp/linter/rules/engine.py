@@ -9,7 +9,7 @@ import ast
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from accel_fsdp.config import (
     BY_NAME,
@@ -22,11 +22,7 @@ from accel_fsdp.config import (
     short_name,
 )
 from accel_fsdp.job import Job, clashes, from_arguments, from_yaml
-from accel_fsdp.models import ModelFacts, optimizers, state_bytes
-
-if TYPE_CHECKING:
-    from accel_fsdp.checkpoints import CheckpointFacts
-    from accel_fsdp.hardware import HereFacts
+from accel_fsdp.models import ModelFacts
 
 Severity = Literal["error", "warning", "note"]
 
@@ -73,9 +69,7 @@ class Subject(JobConfig):
     model: ModelFacts | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     starter: str = ""
-    checkpoint: "CheckpointFacts | None" = None
     script: ScriptFacts | None = None
-    here: "HereFacts | None" = None
     launcher: Mapping[str, Any] = field(default_factory=dict)
     uses_sft: bool = False
     names_script: bool = False
@@ -131,6 +125,10 @@ class Subject(JobConfig):
         return kind is False or (kind is not None and BY_NAME["", "distributed_type"].takes(str(kind)))
 
     @property
+    def for_sagemaker(self) -> bool:
+        return self.values.get("compute_environment") == "AMAZON_SAGEMAKER"
+
+    @property
     def uses_adapter(self) -> bool:
         return self.arg_on("use_peft", "load_in_4bit", "load_in_8bit") or self.arg("lora_r") is not None
 
@@ -159,29 +157,6 @@ class Subject(JobConfig):
         """The dtype of the loaded weights: that of the arguments, or the checkpoint's own; empty if unknown."""
         dtype = self.asked_dtype
         return dtype if dtype != "auto" else self.model.dtype if self.model else ""
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes per weight in full training: 4, unless the arguments load 16 bits.
-
-        Mixed precision keeps float32 masters of those too. With auto, train/sft.py loads float32; other scripts may
-        not.
-        """
-        loaded = state_bytes.DTYPE_BYTES.get(self.asked_dtype, state_bytes.MASTER)
-        is_mixed, is_deepspeed = self.mixed or self.top("mixed_precision") == "fp8", self.engine is Engine.DEEPSPEED
-        return state_bytes.weight_bytes(loaded, is_mixed, self.is_fsdp, is_deepspeed)
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of all weights in full training; 0 if unknown."""
-        return self.weight_bytes * self.model.parameters if self.model else 0
-
-    @property
-    def checkpoint_bytes(self) -> int:
-        """Bytes of an FSDP checkpoint of full training with the arguments' optimizer; 0 without a model."""
-        parameters = self.model.parameters if self.model else 0
-        optimizer = optimizers.element_bytes(str(self.arg("optim") or ""), self.weight_bytes) * parameters
-        return state_bytes.checkpoint_bytes(self.held_bytes, optimizer, gathered=self.full_state_dict)
 
     @cached_property
     def job(self) -> Job:
@@ -248,23 +223,18 @@ OF_THE_ENGINE = ("AF101", "AF203")
 ENGINE_KEY = "distributed_type"
 FOREIGN = "AF112"
 """The rule about files of other tools."""
-OF_ANY_ENVIRONMENT = frozenset({"AF109", "AF110", "AF111", "AF201", "AF202", "AF203", "AF204", "AF702"})
-"""The rules that hold for a file that isn't for a local machine; the others are about keys that it can't have."""
 
 
 def run(subject: Subject, rules: Mapping[str, Rule] = RULES) -> list[Finding]:
     """All findings of all rules, in the order of their codes.
 
     An obvious misspelling is one finding: the following rules see the corrected file. For another tool's file that is
-    the only finding. For a SageMaker file, or an unknown environment, only findings that hold everywhere are reported.
+    the only finding.
     """
-    if subject.other_tool and FOREIGN in rules:
+    if (subject.other_tool or subject.for_sagemaker) and FOREIGN in rules:
         rules = {FOREIGN: rules[FOREIGN]}
-    is_local = subject.top("compute_environment") in ("LOCAL_MACHINE", None)
-    if not is_local:
-        rules = {code: rule for code, rule in rules.items() if code in OF_ANY_ENVIRONMENT}
     subjects = dict.fromkeys(rules, subject)
-    corrections, engine_rules = (MISSPELT, OF_THE_ENGINE) if len(rules) > 1 and is_local else ((), ())
+    corrections, engine_rules = (MISSPELT, OF_THE_ENGINE) if len(rules) > 1 else ((), ())
     for code in corrections:
         renamed = _with_names_corrected(
             subject, [edit for finding in RULES[code].check(subject) for edit in finding.edits]

@@ -77,26 +77,18 @@ def key_stands_twice(subject: Subject) -> Iterator[Finding]:
         )
 
 
-TRAINERS = {
-    "Axolotl": "axolotl train FILE",
-    "LLaMA-Factory": "llamafactory-cli train FILE",
-    "transformers' DistributedConfig": "accel-fsdp migrate FILE --to fsdp2 -o OTHER_FILE",
-}
-
-
 @rule("AF112")
 def file_of_another_tool(subject: Subject) -> Iterator[Finding]:
-    """A configuration of Axolotl, LLaMA-Factory or plain transformers, or the arguments of a training script.
+    """A configuration of another tool, such as Axolotl or SageMaker, or the arguments of a training script.
 
-    Accelerate refuses it. This is the only finding for such a file, and `--fix` leaves it unchanged.
+    `accelerate launch` refuses it. This is the only finding for such a file, and `--fix` leaves it unchanged.
     """
-    if tool := subject.other_tool:
-        run_by = TRAINERS.get(tool, "accel-fsdp check ACCELERATE_YAML --args FILE")
+    if tool := "SageMaker" if subject.for_sagemaker else subject.other_tool:
         yield Finding(
             next(iter(subject.section("")), ""),
-            f"this is a configuration of {tool}, not of Accelerate",
-            "Accelerate refuses it: it has no distributed_type, and unknown keys",
-            f"{run_by}; for an Accelerate YAML: accel-fsdp config -o OTHER_FILE",
+            f"this is a configuration of {tool}, not of a job that accelerate launch starts",
+            "accelerate launch refuses it",
+            "accel-fsdp config -o OTHER_FILE, for an Accelerate YAML",
         )
 
 
@@ -327,8 +319,7 @@ def not_a_choice(subject: Subject) -> Iterator[Finding]:
     for path, field, value in written(subject):
         if field.kind is not Kind.CHOICE or value is None or (field.key in quoted and value is False):
             continue
-        sagemaker = subject.values.get("compute_environment") == "AMAZON_SAGEMAKER"
-        if field.takes(str(value)) or (field.key == "distributed_type" and sagemaker):  # AF109
+        if field.takes(str(value)):
             continue
         hint = did_you_mean(str(value), field.choices)
         suggestion = subject.fsdp_version if field.key == "fsdp_version" else ""
@@ -421,10 +412,7 @@ def names_in_a_list(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF207", pains=("P48",))
 def gpu_ids_is_a_number(subject: Subject) -> Iterator[Finding]:
-    """`gpu_ids: 0` without quotes: Accelerate stops with "'int' object has no attribute 'split'".
-
-    YAML 1.1 reads `1:2` as 62 and `0_1` as 1, so only whole numbers in plain digits are repaired.
-    """
+    """`gpu_ids: 0` without quotes: Accelerate stops with "'int' object has no attribute 'split'"."""
     value = subject.values.get("gpu_ids")
     if value is None or isinstance(value, str):
         return
@@ -432,7 +420,7 @@ def gpu_ids_is_a_number(subject: Subject) -> Iterator[Finding]:
     is_plain = text == typed and re.fullmatch(r"\d+(,\d+)*", text)
     yield Finding(
         "gpu_ids",
-        f"gpu_ids: {value} is not text" if text == typed else f"gpu_ids: {typed} is not text, but {text} to YAML",
+        f"gpu_ids: {typed} is not text",
         "Accelerate stops: no attribute 'split'",
         f"gpu_ids: '{text if is_plain else '0,1'}'",
         (Edit("", "gpu_ids", text),) if is_plain else (),

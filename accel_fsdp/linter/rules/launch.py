@@ -8,9 +8,6 @@ from accel_fsdp.job import UNLESS_SFT, combinations
 from accel_fsdp.linter.rules.engine import Finding, Subject, combined, rule
 from accel_fsdp.units import listed
 
-OTHER_STARTS = {"mpirun_hostfile", "multi_gpu"}
-"""Flags of `accelerate launch` with which mpirun or torchrun starts the processes."""
-
 
 @rule("AF401")
 def no_number_of_processes(subject: Subject) -> Iterator[Finding]:
@@ -48,24 +45,6 @@ def processes_without_an_engine(subject: Subject) -> Iterator[Finding]:
             f"distributed_type: {subject.spelt('distributed_type', 'NO')} starts one process, not {number}",
             "the other GPUs stay idle",
             "num_processes: 1, or distributed_type: FSDP or MULTI_GPU for all of them",
-        )
-
-
-@rule("AF418", "warning")
-def processes_without_mpirun(subject: Subject) -> Iterator[Finding]:
-    """`distributed_type: MULTI_CPU` without a hostfile: `accelerate launch` starts one process on each machine.
-
-    It calls mpirun only for an `mpirun_hostfile` in `mpirun_config`. Without one it expects mpirun to have started it,
-    once for each process. `accel-fsdp launch` starts all processes, by torchrun.
-    """
-    number = str(subject.launcher.get("num_processes") or subject.number("num_processes"))
-    is_started = subject.by_mpirun or subject.starter == "torchrun" or OTHER_STARTS & subject.launcher.keys()
-    if subject.values.get("distributed_type") == MULTI_CPU and number not in ("0", "1") and not is_started:
-        yield Finding(
-            "num_processes",
-            f"distributed_type: {MULTI_CPU} starts {number} processes only by mpirun, and there is no mpirun_hostfile",
-            "under accelerate launch one process trains alone, with its share of the batch",
-            "accel-fsdp launch FILE SCRIPT, which starts all of them; or mpirun_config with an mpirun_hostfile",
         )
 
 
@@ -178,26 +157,6 @@ def layer_class_not_in_the_model(subject: Subject) -> Iterator[Finding]:
                 f"fsdp_transformer_layer_cls_to_wrap: {classes or 'NAME'}",
                 edits,
             )
-
-
-@rule("AF502", "note", pains=("P10", "P11"))
-def layer_class_not_named(subject: Subject) -> Iterator[Finding]:
-    """TRANSFORMER_BASED_WRAP without a layer class.
-
-    Accelerate then takes the model's `_no_split_modules`. About one in ten of transformers 5's causal language models
-    names a class there that it doesn't contain, and Accelerate stops; as many name none, and are not wrapped.
-    """
-    needs_class = subject.wrap_policy == "TRANSFORMER_BASED_WRAP"
-    if subject.is_fsdp and needs_class and not subject.has("fsdp_transformer_layer_cls_to_wrap"):
-        classes = ",".join(layer.name for layer in subject.model.wrap_classes) if subject.model else ""
-        edits = (Edit("fsdp_config", "fsdp_transformer_layer_cls_to_wrap", classes),) if classes else ()
-        yield Finding(
-            "fsdp_config.fsdp_auto_wrap_policy",
-            "no fsdp_transformer_layer_cls_to_wrap",
-            "some models name classes they don't have, some name none and are not wrapped",
-            f"fsdp_transformer_layer_cls_to_wrap: {classes or 'NAME (--model finds it)'}",
-            edits,
-        )
 
 
 @rule("AF601", "warning", pains=("P01",))
@@ -368,18 +327,6 @@ def accumulation_with_offload(subject: Subject) -> Iterator[Finding]:
             "offload and sync_each_batch lose gradients",
             "each micro-batch replaces the one before",
             "fsdp_version: 2, or no sync_each_batch",
-        )
-
-
-@rule("AF615", "warning", pains=("P88",))
-def compile_under_fsdp1(subject: Subject) -> Iterator[Finding]:
-    """`--torch_compile` under FSDP1 breaks in dynamo or inductor for many models."""
-    if subject.engine is Engine.FSDP1 and subject.arg_on("torch_compile"):
-        yield Finding(
-            "fsdp_config.fsdp_version",
-            "torch.compile does not support FSDP1's wrappers",
-            "compilation often fails",
-            "fsdp_version: 2",
         )
 
 

@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from accel_fsdp.config import BY_NAME, EXPERT_FLAG, ROW_AXES, Engine, mesh_fits, size_key, whole_mesh
 from accel_fsdp.job import from_arguments
 from accel_fsdp.linter.rules.engine import Finding, Subject, combined, rule
-from accel_fsdp.linter.rules.script import calls, keyword
 from accel_fsdp.models import Divisible
-from accel_fsdp.units import counted
 
 TENSOR = f"parallelism_config.{size_key('tp')}"
 
@@ -99,27 +97,6 @@ def _to_fsdp2(subject: Subject) -> str:
     return "fsdp_version: 2" if subject.engine is Engine.FSDP1 else "distributed_type: FSDP with fsdp_version: 2"
 
 
-@rule("AF703", "warning")
-def tensor_parallelism_splits_nothing(subject: Subject) -> Iterator[Finding]:
-    """`tp_size` beside FSDP2 with transformers 5.17 or later, which lacks a function that Accelerate imports.
-
-    A model that is loaded whole is not split: its ranks repeat the same work. A model that is loaded with a tensor
-    parallel plan stops in `prepare`. Not reported for train/sft.py, in `--args` or in the file's own launch line, which
-    has transformers split the layers.
-    """
-    size = subject.axes["tp"]
-    is_new = "transformers" in subject.versions and not subject.older("transformers", "5.17")
-    if subject.engine is Engine.FSDP2 and size > 1 and is_new and not subject.uses_sft:
-        yield Finding(
-            TENSOR,
-            f"tp_size: {size} splits no layer with transformers {subject.versions['transformers']}",
-            f"{size} ranks each train the same rows with the same shards; a model loaded with a tp_plan stops: "
-            "ImportError: ReplicateParallel",
-            f"train/sft.py, which has transformers split them; or {size_key('tp')}: 1, and {size_key('dp_shard')} "
-            f"{size} times as large",
-        )
-
-
 @rule("AF329")
 def axes_of_another_engine(subject: Subject) -> Iterator[Finding]:
     """`tp` or `--expert_parallel_size` without FSDP2, beside `cp`, `sp`, fp16 or Liger's kernels: train/sft.py stops.
@@ -175,43 +152,6 @@ def experts_do_not_fit_the_mesh(subject: Subject) -> Iterator[Finding]:
     if subject.by_transformers and subject.engine is Engine.FSDP2 and layout.ranks and layout.experts_misfit:
         fix = (subject.model or Divisible()).fix_of("ep", layout.sizes)
         yield Finding("num_processes", layout.experts_misfit, "train/sft.py stops, as transformers refuses it", fix)
-
-
-@rule("AF331", "warning")
-def tensors_across_machines(subject: Subject) -> Iterator[Finding]:
-    """`tp` groups that span machines.
-
-    Each layer sums activations over the group, in forward and in backward, so the network determines the step time.
-    """
-    size, per_machine = subject.axes["tp"], subject.ranks_here
-    if size > 1 and (subject.number("num_machines") or 1) > 1 and per_machine and per_machine % size:
-        yield Finding(
-            TENSOR,
-            f"tp_size: {size} on machines with {counted(per_machine, 'rank')}",
-            "a group spans machines, and every layer waits for the network several times",
-            f"{size_key('tp')} that divides {per_machine}",
-        )
-
-
-@rule("AF332", "note")
-def replicas_are_not_machines(subject: Subject) -> Iterator[Finding]:
-    """`dp_replicate_size` that isn't the number of machines.
-
-    With one replica on each machine, weights are gathered inside a machine and only gradients cross the network. Fewer
-    replicas gather over the network; more hold more copies than needed.
-    """
-    copies, machines = subject.axes["dp_replicate"], subject.number("num_machines") or 1
-    ranks, together = subject.processes, subject.ranks_here
-    if subject.engine is Engine.FSDP2 and 1 < copies != machines and ranks % copies == 0 and together:
-        divides = together % (ranks // copies) == 0
-        yield Finding(
-            f"parallelism_config.{size_key('dp_replicate')}",
-            f"{copies} replicas on {counted(machines, 'machine')}",
-            "each machine holds several copies, in more memory" if divides else "weights are gathered over the network",
-            f"{size_key('dp_replicate')}: {machines}, unless the model is "
-            + ("small enough" if divides else "too large for a machine"),
-            milder=None if divides or (ranks // copies) % together == 0 else "warning",
-        )
 
 
 @rule("AF516")
@@ -283,54 +223,3 @@ def rows_that_context_can_not_split(subject: Subject) -> Iterator[Finding]:
         what = f"rows of {length} tokens with cp_size: {size}"
         fix = f"--max_length {length // (2 * size) * 2 * size or 2 * size}"
         yield Finding(key, what, "the ranks get unequal or unbalanced parts of a row", fix, milder="warning")
-
-
-def _at_sharded_loads(subject: Subject, what: str, why: str, fix: str) -> Iterator[Finding]:
-    """A finding at each call of `from_pretrained` that has transformers shard the model, under any engine."""
-    for load in calls(subject, "from_pretrained", of_any_engine=True):
-        if keyword(load, "distributed_config") or keyword(load, "tp_plan"):
-            yield subject.at(load, what, why, fix)
-
-
-@rule("AF916", "warning")
-def sharded_twice(subject: Subject) -> Iterator[Finding]:
-    """`from_pretrained(distributed_config=...)` or `tp_plan=` under `distributed_type: FSDP`.
-
-    transformers shards the model while loading it, and Accelerate would shard it again: Trainer stops.
-    """
-    if subject.is_fsdp:
-        yield from _at_sharded_loads(
-            subject,
-            "transformers shards the model here, and this file has Accelerate do it again",
-            "Trainer stops: a model and optimizer must be passed together, or the mesh has no dimension for FSDP",
-            "torchrun instead of accelerate launch; or train/sft.py with this file",
-        )
-
-
-@rule("AF917", "warning")
-def norms_are_summed_too_often(subject: Subject) -> Iterator[Finding]:
-    """A model (`--model`) with norms inside its divided attention, a script that loads it in shards, and accumulation.
-
-    transformers up to 5.24 sums the accumulated gradient of q_norm and k_norm over the `tp` ranks after every
-    micro-batch: 3.4 times too large after three on two ranks. The first loss doesn't show it. train/sft.py fixes it.
-    """
-    accumulates = from_arguments.positive_int(subject.arg("gradient_accumulation_steps")) > 1
-    if subject.model is not None and subject.model.replicated_norms and accumulates:
-        yield from _at_sharded_loads(
-            subject,
-            f"{subject.model.model_type}'s q_norm and k_norm under tensor parallelism with accumulation",
-            "their gradients are summed again after every micro-batch, without an error",
-            "--gradient_accumulation_steps 1, tp_size=1, or train/sft.py",
-        )
-
-
-@rule("AF704", "warning")
-def adapters_drift_apart(subject: Subject) -> Iterator[Finding]:
-    """An adapter on a model that a script loads in shards, with transformers before 5.19.
-
-    The adapter's weights are added after the model was sharded, and each rank makes and trains its own.
-    """
-    if subject.older("transformers", "5.19") and subject.uses_adapter:
-        what = f"an adapter on a sharded model with transformers {subject.versions['transformers']}"
-        fix = "pip install 'transformers>=5.19', or train/sft.py"
-        yield from _at_sharded_loads(subject, what, "each rank trains another adapter, without an error", fix)

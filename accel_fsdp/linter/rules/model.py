@@ -2,12 +2,10 @@
 
 from collections.abc import Iterator
 
-from accel_fsdp.config import LOW_DTYPES, TORCH_DTYPES, Engine
+from accel_fsdp.config import TORCH_DTYPES, Engine
 from accel_fsdp.job import clashes
 from accel_fsdp.linter.rules.engine import Finding, Subject, combined, rule
-from accel_fsdp.models import state_bytes
 
-MANY_RANKS = 32
 NAMES = "fsdp_config.fsdp_transformer_layer_cls_to_wrap"
 POLICY = "fsdp_config.fsdp_auto_wrap_policy"
 
@@ -29,7 +27,7 @@ def fsdp_block_on_tpu(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF321", pains=("P86",))
 def fp8_with_fsdp(subject: Subject) -> Iterator[Finding]:
-    """FP8 by torchao with `fsdp_cpu_ram_efficient_loading`, or by MS-AMP: Accelerate stops under FSDP."""
+    """FP8 by torchao with `fsdp_cpu_ram_efficient_loading`: Accelerate stops under FSDP."""
     section = subject.values.get("fp8_config")
     if not subject.is_fsdp or subject.top("mixed_precision") != "fp8" or not isinstance(section, dict):
         return
@@ -40,22 +38,6 @@ def fp8_with_fsdp(subject: Subject) -> Iterator[Finding]:
             "torchao's FP8 and RAM-efficient loading exclude each other",
             "Accelerate stops",
             "fsdp_cpu_ram_efficient_loading: false",
-        )
-    if backend == "MSAMP":
-        yield Finding(
-            "fp8_config", "MS-AMP does not work with FSDP", "Accelerate stops: NotImplementedError", "fp8_backend: TE"
-        )
-
-
-@rule("AF322", "note", pains=("P59",))
-def gradients_summed_in_bf16(subject: Subject) -> Iterator[Finding]:
-    """bf16 mixed precision sums gradients in bf16, and no key changes that: rounding grows with the ranks."""
-    if subject.is_fsdp and subject.top("mixed_precision") == "bf16" and subject.number("num_processes") >= MANY_RANKS:
-        yield Finding(
-            "mixed_precision",
-            f"gradients of {subject.number('num_processes')} ranks are summed in bf16",
-            "rounding grows with the number of ranks",
-            "a FullyShardedDataParallelPlugin with reduce_dtype float32, in the script",
         )
 
 
@@ -174,19 +156,6 @@ def unit_per_expert(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF508", "note", pains=("P54",))
-def export_doubles_in_size(subject: Subject) -> Iterator[Finding]:
-    """Full training of 16-bit weights with mixed precision exports float32, twice the size of the base."""
-    is_low = subject.model is not None and subject.model.dtype in LOW_DTYPES
-    if subject.is_fsdp and subject.mixed and subject.trains_everything and is_low:
-        yield Finding(
-            "mixed_precision",
-            "the trained model will be float32, twice the base's size",
-            "the master weights are saved",
-            "cast it after training: from_pretrained(..., dtype='bfloat16').save_pretrained(...)",
-        )
-
-
 @rule("AF509", "warning", pains=("P33", "P34"))
 def quantized_storage(subject: Subject) -> Iterator[Finding]:
     """A 4-bit checkpoint (`--model`) whose storage is not the floating dtype of `mixed_precision`.
@@ -203,22 +172,6 @@ def quantized_storage(subject: Subject) -> Iterator[Finding]:
             f"{subject.model.name} stores 4-bit weights as {subject.model.quant_storage}",
             "they are not sharded, or FSDP stops, or casts them as numbers",
             f"quantise it with bnb_4bit_quant_storage {dtype}",
-        )
-
-
-@rule("AF520", "note")
-def experts_stay_in_16_bits(subject: Subject) -> Iterator[Finding]:
-    """`--load_in_4bit` and a mixture of experts (`--model`) whose experts transformers fuses into single tensors.
-
-    bitsandbytes quantises linear layers only, so nearly all of such a model stays in 16 bits.
-    """
-    fused = subject.model.fused_experts if subject.model else 0
-    if fused and subject.arg_on("load_in_4bit", "load_in_8bit"):
-        yield Finding(
-            "distributed_type",
-            state_bytes.experts_in_16_bits(fused),
-            "the job needs about the memory of LoRA on the 16-bit model",
-            "plan for it: accel-fsdp plan --method qlora; or a model of linear layers",
         )
 
 

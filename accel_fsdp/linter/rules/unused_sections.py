@@ -8,48 +8,8 @@ from accel_fsdp.hardware import machines
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 
 OFFLOADS = ("optimizer", "param")
-LOCAL_ONLY = (
-    *("num_processes", "machine_rank", "main_process_ip", "main_process_port", "main_training_function"),
-    *("rdzv_backend", "same_network", "downcast_bf16"),
-    *("fsdp_config", "parallelism_config", "deepspeed_config", "fp8_config"),
-)
-"""Keys that a file for SageMaker can't have; a `dynamo_config` it can."""
-SAGEMAKER_KINDS = ("DATA_PARALLEL", "MODEL_PARALLEL")
 HERE_ONLY = re.compile(r"127(\.\d+){3}|localhost|::1|0\.0\.0\.0|\[::1?\]|::", re.IGNORECASE)
 """Addresses under which every machine finds itself."""
-
-
-@rule("AF109")
-def local_keys_for_sagemaker(subject: Subject) -> Iterator[Finding]:
-    """`compute_environment: AMAZON_SAGEMAKER` beside keys for local machines only, or without its required keys.
-
-    Accelerate reads such a file by a different schema and refuses it without `ec2_instance_type` or `iam_role_name`. It
-    also refuses `distributed_type: 'NO'`, for which it adds `num_processes`, a key that the schema lacks.
-    """
-    if subject.values.get("compute_environment") != "AMAZON_SAGEMAKER":
-        return
-    if missing := [key for key in ("ec2_instance_type", "iam_role_name") if key not in subject.values]:
-        yield Finding(
-            "compute_environment",
-            f"compute_environment: AMAZON_SAGEMAKER without {' and '.join(missing)}",
-            "Accelerate refuses the file",
-            f"{' and '.join(missing)} in the file, or compute_environment: LOCAL_MACHINE",
-        )
-    kind = subject.values.get("distributed_type")
-    if kind is not None and kind not in SAGEMAKER_KINDS:
-        yield Finding(
-            "distributed_type",
-            f"compute_environment: AMAZON_SAGEMAKER beside distributed_type: {subject.top('distributed_type')}",
-            "Accelerate refuses the file",
-            f"distributed_type: {' or '.join(SAGEMAKER_KINDS)}",
-        )
-    if local := [key for key in subject.values if key in LOCAL_ONLY]:
-        yield Finding(
-            local[0],
-            f"compute_environment: AMAZON_SAGEMAKER beside {', '.join(local)}",
-            "Accelerate refuses the file: SageMaker's has no such keys",
-            "compute_environment: LOCAL_MACHINE",
-        )
 
 
 @rule("AF110")
@@ -120,8 +80,6 @@ def deepspeed_file_is_missing(subject: Subject) -> Iterator[Finding]:
 
 READERS = (
     ("deepspeed_config", "distributed_type", "DEEPSPEED"),
-    ("megatron_lm_config", "distributed_type", "MEGATRON_LM"),
-    ("mpirun_config", "distributed_type", MULTI_CPU),
     ("fp8_config", "mixed_precision", "fp8"),
 )
 """Sections, each with the key and value that makes something read it."""
@@ -129,7 +87,7 @@ READERS = (
 
 @rule("AF326", "warning")
 def section_of_another_engine(subject: Subject) -> Iterator[Finding]:
-    """A `deepspeed_config`, `megatron_lm_config` or `fp8_config` beside an engine or a precision that ignores it.
+    """A `deepspeed_config` or `fp8_config` beside an engine or a precision that ignores it.
 
     (AF314 is about `fsdp_config`.)
     """
@@ -139,8 +97,7 @@ def section_of_another_engine(subject: Subject) -> Iterator[Finding]:
     precision = str(subject.top("mixed_precision")).lower()
     for section, key, needed in READERS:
         value = precision if key == "mixed_precision" else str(kind)
-        is_read = value == needed or (section == "mpirun_config" and subject.by_mpirun and kind == "NO")
-        if subject.values.get(section) and not is_read:
+        if subject.values.get(section) and value != needed:
             yield Finding(
                 section,
                 f"{section} beside {key}: {value}",

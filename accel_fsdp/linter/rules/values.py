@@ -1,6 +1,5 @@
 """Rules about values that stop the launcher or its plugins, and about keys with two values."""
 
-import contextlib
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from accel_fsdp.config import DEFAULT_PORT, FALSE_WORDS, ROW_AXES, TRUE_WORDS, Edit, Engine, full_name, size_key
 from accel_fsdp.job import from_arguments
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
-from accel_fsdp.linter.rules.keys import SECTIONS, written
+from accel_fsdp.linter.rules.keys import SECTIONS
 
 LARGEST_PORT = 65535
 READ_BY_TRUTH = ("debug", "tpu_use_cluster", "tpu_use_sudo")
@@ -143,30 +142,6 @@ def number_in_quotes(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF215", "warning")
-def number_in_another_base(subject: Subject) -> Iterator[Finding]:
-    """A number that YAML 1.1 reads in base 8 or 60: `num_processes: 010` is 8, and `1:20` is 80."""
-    for path, field, value in written(subject):
-        if not isinstance(value, int) or isinstance(value, bool) or field.key == "gpu_ids":  # AF207
-            continue
-        spelt = subject.spelt(field.key, str(value), field.section)
-        if not _reads_as(spelt, value):
-            yield Finding(
-                path,
-                f"{field.key}: {spelt} is {value} to YAML",
-                f"Accelerate takes {value}",
-                f"{field.key}: {value}, or the number that is meant",
-            )
-
-
-def _reads_as(spelt: str, number: int) -> bool:
-    """Whether people would read this text as the same number: plain digits, or Python's notation, such as 0x10."""
-    for base in (10, 0):
-        with contextlib.suppress(ValueError):
-            return int(spelt, base) == number
-    return False
-
-
 @rule("AF212")
 def no_such_port(subject: Subject) -> Iterator[Finding]:
     """`main_process_port` outside 0 to 65535: the launcher stops with OverflowError."""
@@ -244,22 +219,4 @@ def deepspeed_file_and_keys(subject: Subject) -> Iterator[Finding]:
             f"{names} beside deepspeed_config_file",
             "Accelerate stops: the following accelerate config variables will be ignored",
             f"move {names} into the DeepSpeed file",
-        )
-
-
-@rule("AF325", "note")
-def checkpointing_by_size(subject: Subject) -> Iterator[Finding]:
-    """`fsdp_activation_checkpointing` with SIZE_BASED_WRAP under FSDP1: the more ranks, the less is checkpointed.
-
-    The policy chooses units by their whole size, and modules to checkpoint by their size after sharding. On N
-    ranks a module must be N times as large as `fsdp_min_num_params`.
-    """
-    by_size = subject.wrap_policy == "SIZE_BASED_WRAP"
-    checkpoints = subject.on("fsdp_activation_checkpointing") and subject.strategy != "NO_SHARD"
-    if subject.engine is Engine.FSDP1 and by_size and checkpoints and subject.number("num_processes") > 1:
-        yield Finding(
-            "fsdp_config.fsdp_activation_checkpointing",
-            "SIZE_BASED_WRAP chooses what to checkpoint by the size of a rank's shards",
-            f"on {subject.number('num_processes')} ranks few modules are large enough, and activations stay",
-            "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
         )
