@@ -1,6 +1,7 @@
 """Experiments of `upstream_probe.py`: what becomes a unit, on which mesh, in which dtype, and what then fails."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -184,20 +185,19 @@ def adafactor(folder: Path) -> Any:
 
 
 def optimizers(folder: Path) -> Any:
-    """What a step with each does, and what the checkpoint after it."""
+    """What a step with each does, the checkpoint after it, and one of the weights alone."""
 
-    def attempt(settings: dict[str, Any], optim: str, save: str) -> str:
-        options = {"optim": optim, "max_steps": 1, "save_strategy": save, "save_steps": 1}
+    def attempt(settings: dict[str, Any], optim: str, **options: Any) -> str:
+        options |= {"optim": optim, "max_steps": 1, "save_steps": 1}
         return raised(make_trainer(folder / optim, llama(), settings, **options).train)
 
-    names = ("adafactor", "adamw_bnb_8bit", "lion_32bit", "adagrad", "sgd")
-    engines = {"FSDP1": V1, "FSDP2": V2}
-    return {
-        name: {
-            engine: [attempt(settings, name, save) for save in ("no", "steps")] for engine, settings in engines.items()
-        }
-        for name in names
-    }
+    def attempts(settings: dict[str, Any], optim: str) -> list[str]:
+        saves = [attempt(settings, optim, save_strategy=save) for save in ("no", "steps")]
+        return [*saves, attempt({**settings, **FULL}, optim, save_strategy="steps", save_only_model=True)]
+
+    names = ["adafactor", "adamw_bnb_8bit", "lion_32bit", "adagrad", "sgd", "adamw_torch_fused"]
+    names += ["adamw_torch_8bit"] if find_spec("torchao") else []
+    return {name: {engine: attempts(of, name) for engine, of in {"FSDP1": V1, "FSDP2": V2}.items()} for name in names}
 
 
 def label_smoothing(folder: Path) -> Any:

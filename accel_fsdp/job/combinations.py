@@ -30,7 +30,7 @@ ADAMW = "--optim adamw_torch_fused"
 UNLESS_SFT = ", unless the script is train/sft.py"
 """The ending of a text about a bug that train/sft.py works around."""
 QLORA_ZERO = "ZeRO-3 can't partition 4-bit weights, and with ZeRO-1 and ZeRO-2 they are untried"
-FLAGS = ("use_dora", "load_in_8bit", "predict_with_generate")
+FLAGS = ("use_dora", "load_in_8bit", "predict_with_generate", "save_only_model")
 """Boolean arguments of a script that the table checks."""
 
 
@@ -78,6 +78,12 @@ def _optimizer(pattern: str, *engines: Engine) -> Callable[[Job], bool]:
     return lambda job: job.engine in engines and re.fullmatch(pattern, job.optimizer) is not None
 
 
+def _saved(pattern: str, *engines: Engine) -> Callable[[Job], bool]:
+    """Whether checkpoints hold the state of such an optimizer."""
+    is_used = _optimizer(pattern, *engines)
+    return lambda job: is_used(job) and "save_only_model" not in job.flags
+
+
 def _flag(name: str, *engines: Engine) -> Callable[[Job], bool]:
     return lambda job: job.engine in engines and name in job.flags
 
@@ -87,7 +93,7 @@ TABLE: tuple[Clash, ...] = (
         "bitsandbytes-fsdp2", ("optimizer",), "stops",
         "bitsandbytes' optimizers can't work on FSDP2's parameters",
         "the first step stops: does not have a sharding strategy registered",
-        f"{ADAMW}, or adamw_torch_8bit with torchao",
+        ADAMW,
         _optimizer(BITSANDBYTES.pattern, Engine.FSDP2),
     ),
     Clash(
@@ -112,20 +118,26 @@ TABLE: tuple[Clash, ...] = (
         "bitsandbytes-fsdp1", ("optimizer",), "stops when it saves",
         "FSDP1 can't gather the state of bitsandbytes' optimizers",
         "the first checkpoint stops: Boolean value of Tensor is ambiguous",
-        f"{ADAMW}, or adamw_torch_8bit with torchao",
-        _optimizer(BITSANDBYTES.pattern, Engine.FSDP1),
+        ADAMW,
+        _saved(BITSANDBYTES.pattern, Engine.FSDP1),
+    ),
+    Clash(
+        "torchao-fsdp1", ("optimizer",), "stops when it saves",
+        "FSDP1 can't gather the state of torchao's optimizers",
+        "the first checkpoint stops: aten.cat, or invalid python storage", f"{ADAMW}, or fsdp_version: 2",
+        _saved("adamw_torch_(8|4)bit", Engine.FSDP1),
     ),
     Clash(
         "adafactor-fsdp1", ("optimizer",), "stops when it saves",
         "Adafactor keeps a number on each rank that FSDP1 wants equal on all",
         "the first checkpoint stops: Rank 1 has different values for RMS", ADAMW,
-        _optimizer("adafactor", Engine.FSDP1),
+        _saved("adafactor", Engine.FSDP1),
     ),
     Clash(
         "state-fsdp2", ("optimizer",), "stops when it saves",
         "FSDP2's checkpoints can't hold this optimizer's state",
         "the first checkpoint stops", ADAMW,
-        _optimizer("adagrad|grokadamw|galore_.*(?<!_layerwise)", Engine.FSDP2),
+        _saved("adagrad|grokadamw|galore_.*(?<!_layerwise)", Engine.FSDP2),
     ),
     Clash(
         "qlora-tpu", ("method",), "stops",

@@ -115,7 +115,7 @@ GOLDEN_WITH_ARGS: dict[str, tuple[str, str, str, str]] = {
     "AF602": (V1, "--use_peft", V2, "--use_peft"),
     "AF603": (AC1, "--gradient_checkpointing", AC1, "--gradient_checkpointing false"),
     "AF604": (V2, "--optim adafactor", V2, "--optim adamw_torch_8bit"),
-    "AF605": (V1, "--optim paged_adamw_8bit", V1, "--optim adamw_torch_8bit"),
+    "AF605": (V1, "--optim adamw_torch_8bit", V2, "--optim adamw_torch_8bit"),
     "AF606": (V2, "--bf16", V2.replace("'no'", "bf16"), "--bf16 true"),
     "AF607": (V2, "--fsdp full_shard", V2, "--max_steps 3"),
     "AF608": (V2, "--save_only_model", V2 + "  fsdp_state_dict_type: FULL_STATE_DICT\n", "--save_only_model"),

@@ -7,6 +7,7 @@ marks the rows of the list of known pains that a test shows.
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from upstream_sharding import CONFIGS
 
 from accel_fsdp.config import Engine
 from accel_fsdp.job import Job, Layout, clashes
+from accel_fsdp.job.combinations import ADAMW
 from accel_fsdp.models import model_facts
 
 PROBE = ROOT / "tests" / "upstream_probe.py"
@@ -187,14 +189,21 @@ def test_adafactor_fails_on_dtensors(sharding: Seen) -> None:
 
 @pytest.mark.pain("P36")
 @pytest.mark.parametrize("engine", [Engine.FSDP1, Engine.FSDP2])
-@pytest.mark.parametrize("name", ["adafactor", "adamw_bnb_8bit", "lion_32bit", "adagrad", "sgd"])
+@pytest.mark.parametrize(
+    "name",
+    ["adafactor", "adamw_bnb_8bit", "lion_32bit", "adagrad", "sgd", ADAMW.removeprefix("--optim "), "adamw_torch_8bit"],
+)
 def test_the_table_knows_which_optimizers_step_and_save(name: str, engine: Engine, sharding: Seen) -> None:
     """AF604 and AF605: what the table of combinations says is what stock Trainer does, no more and no less."""
     if (name, engine) == ("adagrad", Engine.FSDP2) and IS_OLD:
         pytest.skip("torch 2.11 stops at its step already")
-    step, save = sharding["optimizers"][0][name][engine.label]
-    effects = [clashe.effect for clashe in clashes(Job(Layout(engine), optimizer=name))]
-    assert effects == (["stops"] if step else ["stops when it saves"] if save else [])
+    if name not in sharding["optimizers"][0]:
+        pytest.skip("torchao is not installed")
+    step, save, weights = sharding["optimizers"][0][name][engine.label]
+    of_weights = Job(Layout(engine), optimizer=name, flags=frozenset({"save_only_model"}))
+    effects = [[clash.effect for clash in clashes(job)] for job in (replace(of_weights, flags=frozenset()), of_weights)]
+    assert effects[0] == (["stops"] if step else ["stops when it saves"] if save else [])
+    assert effects[1] == (["stops"] if weights else [])
 
 
 @pytest.mark.pain("P99")

@@ -200,7 +200,6 @@ def optimizer_cannot_step(subject: Subject) -> Iterator[Finding]:
     """An optimizer (`--optim`) that can't work on the engine's parameters: the first step stops.
 
     Adafactor and all of bitsandbytes' under FSDP2, GaLore and APOLLO under FSDP1, layerwise ones in several processes.
-    torchao's `adamw_torch_8bit` and `adamw_torch_4bit` work under both.
     """
     names = combinations.names_about("optimizer", "stops")
     yield from combined(subject, "fsdp_config.fsdp_version" if subject.is_fsdp else "distributed_type", *names)
@@ -210,7 +209,8 @@ def optimizer_cannot_step(subject: Subject) -> Iterator[Finding]:
 def optimizer_cannot_be_saved(subject: Subject) -> Iterator[Finding]:
     """An optimizer (`--optim`) whose state the engine can't gather: the first checkpoint stops the run.
 
-    Adafactor and all of bitsandbytes' under FSDP1, Adagrad, GaLore and GrokAdamW under FSDP2.
+    Adafactor, all of bitsandbytes' and torchao's under FSDP1, Adagrad, GaLore and GrokAdamW under FSDP2. Not with
+    `--save_only_model`.
     """
     if str(subject.arg("save_strategy")).lower() != "no":
         names = combinations.names_about("optimizer", "stops when it saves")
