@@ -146,6 +146,7 @@ def _check(options: Any) -> int:
 
     if options.list_rules or options.explain:
         return linter.show_rules(options.explain)
+    options = linter.with_folders(options)
     code = linter.lint_all(options)
     from accel_fsdp import console
     from accel_fsdp.planner import verdicts

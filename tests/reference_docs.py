@@ -92,12 +92,28 @@ def rules_page() -> str:
     lines = [
         "# Rules of `accel-fsdp check`",
         "",
-        "Made by `make docs` from the rules' docstrings.",
+        "Made by `make docs` from the table of rules. Words in capitals are those of a file. A rule names what shows its",
+        "fault: a public issue, or the library that a test runs (launcher, plugin: Accelerate's; ranks: two real ones).",
         "",
     ]
     for rule in linter.all_rules():
-        lines += [f"## {rule.code}", "", f"*{rule.severity}*", "", rule.explanation, ""]
+        seen = ", ".join(map(_linked, (word for word in rule.seen if word not in PAINS)))
+        lines += [f"## {rule.code}", "", f"*{rule.severity}*, seen: {seen}", ""]
+        for what, why, fix in rule.texts:
+            lines.append("- " + "; ".join(filter(None, [what, why and f"why: {why}", fix and f"fix: {fix}"])))
+        lines += ["", *(line for note in rule.notes for line in (note, ""))]
     return "\n".join(lines)
+
+
+OWNERS = {"accelerate": "huggingface", "transformers": "huggingface", "pytorch": "pytorch", "ms-swift": "modelscope"}
+OWNERS |= {"bitsandbytes": "bitsandbytes-foundation", "ViewDiff": "facebookresearch"}
+
+
+def _linked(seen: str) -> str:
+    """The name of an issue as a link; another word as it is."""
+    library, _, number = seen.partition("#")
+    owner = OWNERS.get(library)
+    return f"[{seen}](https://github.com/{owner}/{library}/issues/{number})" if number and owner else seen
 
 
 def keys_page() -> str:

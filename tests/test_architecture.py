@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from graphlib import TopologicalSorter
@@ -373,11 +372,8 @@ def test_a_rule_is_added_in_one_place(capsys: pytest.CaptureFixture[str], tmp_pa
     config = tmp_path / "fsdp.yaml"
     config.write_text("distributed_type: FSDP\n")
 
-    def always(subject: rules.engine.Subject) -> Iterator[rules.engine.Finding]:
-        """Every file."""
-        yield rules.engine.Finding("distributed_type", "a new rule", "it is new", "nothing")
-
-    rules.engine.rule("AF999")(always)
+    row = rules.engine.Row("AF999", "error", "distributed_type", "a new rule", "it is new", "nothing", lambda _: True)
+    rules.engine.add(row)
     try:
         cli.call(["check", str(config), "--json"])
         assert "AF999" in capsys.readouterr().out

@@ -1,7 +1,6 @@
 """Experiments of `upstream_probe.py`: what becomes a unit, on which mesh, in which dtype, and what then fails."""
 
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -195,8 +194,7 @@ def optimizers(folder: Path) -> Any:
         saves = [attempt(settings, optim, save_strategy=save) for save in ("no", "steps")]
         return [*saves, attempt({**settings, **FULL}, optim, save_strategy="steps", save_only_model=True)]
 
-    names = ["adafactor", "adamw_bnb_8bit", "lion_32bit", "adagrad", "sgd", "adamw_torch_fused"]
-    names += ["adamw_torch_8bit"] if find_spec("torchao") else []
+    names = ("adafactor", "adamw_bnb_8bit", "lion_32bit", "adagrad", "sgd", "adamw_torch_fused")
     return {name: {engine: attempts(of, name) for engine, of in {"FSDP1": V1, "FSDP2": V2}.items()} for name in names}
 
 

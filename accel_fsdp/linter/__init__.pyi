@@ -5,6 +5,7 @@ from .command import lint as lint
 from .command import lint_all as lint_all
 from .command import show_rules as show_rules
 from .command import stops as stops
+from .command import with_folders as with_folders
 from .flags import CheckCommand as CheckCommand
 from .flags import LintOptions as LintOptions
 from .flags import Sources as Sources

@@ -1,7 +1,7 @@
 """The command `accel-fsdp check`: read, run the rules, repair, report."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +19,32 @@ NAMES = frozenset({"AF102", "AF103", "AF104", "AF105", "AF108"})
 """The rules that repair the names of keys."""
 OF_SCRIPTS = "AF9"
 """The beginning of the codes of rules about training scripts."""
+SUFFIXES = (".yaml", ".yml", ".json")
+OURS = re.compile(
+    r"""^[\s{]*["']?(distributed_type|compute_environment|(fsdp|deepspeed)_config)["']?\s*:""", re.MULTILINE
+)
+"""What tells an Accelerate YAML among the files of a folder."""
+IGNORED = re.compile(r"#\s*accel-fsdp:\s*ignore\s+(AF\d{3}(?:[\s,]+AF\d{3})*)", re.IGNORECASE)
+"""The comment that leaves out rules at its line, or at the next one if it has a line for itself."""
+
+
+def with_folders(options: CheckCommand) -> CheckCommand:
+    """The options with the Accelerate YAMLs in and below each folder in place of the folder."""
+    return replace(options, files=tuple(file for path in options.files for file in _files_of(path)))
+
+
+def _files_of(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    files = [file for file in sorted(path.rglob("*")) if file.suffix in SUFFIXES and file.is_file()]
+    files = [file for file in files if OURS.search(yaml_file.read_text(file, "it can't be checked", "leave it out"))]
+    if not files:
+        raise UsageError(
+            f"no Accelerate YAML in {path}",
+            why="there is nothing to check: none of its files has distributed_type",
+            fix="accel-fsdp check FILE.yaml",
+        )
+    return files
 
 
 def lint_all(options: CheckCommand) -> int:
@@ -86,13 +112,38 @@ def lint(
     file's header `completes` the arguments.
     """
     given = given or read_given(options)
+    ignored = _ignored_codes(options.ignore)
     if options.fix:
-        _repair(path, options, given)
+        _repair(path, options, given, ignored)
     subject, document = read_subject(path, options, given, read, completes)
-    findings = run(subject)
+    findings = list(_kept(locate(run(subject), document), subject.source, ignored))
     if subject.doubled:  # an edit of one of the two keys would leave the other
         findings = [replace(finding, edits=()) for finding in findings]
-    return sorted(locate(findings, document), key=lambda finding: (finding.line or 0, finding.code))
+    return sorted(findings, key=lambda finding: (finding.line or 0, finding.code))
+
+
+def _ignored_codes(text: str | None) -> set[str]:
+    codes = {code.upper() for code in re.split(r"[\s,]+", text or "") if code}
+    for code in sorted(codes - RULES.keys()):
+        raise _no_rule(code, "--ignore leaves out rules by their codes")
+    return codes
+
+
+def _no_rule(code: str, why: str) -> UsageError:
+    hint = did_you_mean(code, RULES)
+    return UsageError(f"there is no rule {code}.{hint}", why=why, fix="accel-fsdp check --list-rules")
+
+
+def _kept(findings: Iterable[Finding], source: str, ignored: set[str]) -> Iterator[Finding]:
+    """The findings but for the ignored codes, and those that a comment at their line, or above it, names."""
+    lines = source.splitlines()
+    for finding in findings:
+        line = (finding.line or 0) - 1
+        above = lines[line - 1] if line > 0 and lines[line - 1].lstrip().startswith("#") else ""
+        comments = [IGNORED.search(text) for text in (above, lines[line] if 0 <= line < len(lines) else "")]
+        codes = {code for match in comments if match for code in re.split(r"[\s,]+", match[1].upper())}
+        if finding.code not in ignored | codes:
+            yield finding
 
 
 def stops(
@@ -116,9 +167,8 @@ def stops(
     ]
     errors = [finding for finding in findings if finding.severity == "error"]
     of_script = [finding for finding in findings if finding.code.startswith(OF_SCRIPTS)]
-    warnings = [finding for finding in of_script if finding.severity == "warning"]
-    if errors or warnings:
-        formats.show_text(path, [*errors, *warnings], console.say)
+    if errors or of_script:
+        formats.show_text(path, [*errors, *of_script], console.say)
     if errors:
         console.say("not stopped by them: --no-check" if unchecked else stopped)
     return bool(errors) and not unchecked
@@ -134,7 +184,7 @@ def _with_source(finding: Finding, source: str) -> Finding:
     return replace(finding, what=what, fix=fix, line=None, column=None)
 
 
-def _repair(path: Path, options: LintOptions, given: Subject) -> None:
+def _repair(path: Path, options: LintOptions, given: Subject, ignored: set[str]) -> None:
     """Repairs until no finding has an edit left: one repair can enable the next.
 
     Names are repaired first, so that no rule adds a missing key beside its misspelling.
@@ -144,7 +194,7 @@ def _repair(path: Path, options: LintOptions, given: Subject) -> None:
         subject, document = read_subject(path, options, given)
         if subject.doubled:
             return
-        findings = run(subject)
+        findings = list(_kept(locate(run(subject), document), subject.source, ignored))
         names = [finding for finding in findings if finding.edits and finding.code in NAMES]
         if not repair(document, names or findings):
             break
@@ -163,11 +213,7 @@ def show_rules(code: str | None) -> int:
             console.put(f"{rule.code} {rule.severity:7} {rule.title}")
         return 0
     if code.upper() not in RULES:
-        raise UsageError(
-            f"there is no rule {code}.{did_you_mean(code, RULES)}",
-            why="it can't be explained",
-            fix="accel-fsdp check --list-rules",
-        )
+        raise _no_rule(code, "it can't be explained")
     rule = RULES[code.upper()]
     console.put(f"{rule.code} ({rule.severity})\n{rule.explanation}", lines=True)
     return 0

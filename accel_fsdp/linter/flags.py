@@ -26,6 +26,7 @@ class Sources:
 @dataclass(frozen=True)
 class LintOptions(Sources):
     strict: Annotated[bool, arg("Warnings count as errors.")] = False
+    ignore: Annotated[Optional[str], arg("Rules to leave out, joined by commas.", "CODES")] = None
     fix: Annotated[bool, arg("Repair what has one right answer, keep comments, show the diff.")] = False
     json: Annotated[bool, arg("Findings as JSON: short for --format json.")] = False
     format: Annotated[
@@ -41,7 +42,8 @@ class LintOptions(Sources):
 @dataclass(frozen=True)
 class CheckCommand(LintOptions):
     files: Annotated[
-        tyro.conf.Positional[tuple[Path, ...]], arg("Accelerate YAMLs; - for stdin.", "FILE", hint="(one or more)")
+        tyro.conf.Positional[tuple[Path, ...]],
+        arg("Accelerate YAMLs, or folders of them; - for stdin.", "FILE", hint="(one or more)"),
     ] = ()
     stdin_filename: Annotated[
         Optional[Path], arg("The name to show for what is read from stdin, such as an editor's unsaved text.", "FILE")

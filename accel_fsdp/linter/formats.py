@@ -96,7 +96,6 @@ def summary(findings: list[Finding]) -> str:
 def _as_json(name: str, finding: Finding) -> dict[str, Any]:
     row = asdict(finding)
     fixable = bool(row.pop("edits"))
-    del row["milder"]
     return {"file": name, **row, "fixable": fixable}
 
 
@@ -148,10 +147,9 @@ def _result(name: str, finding: Finding) -> dict[str, Any]:
     result = {"ruleId": finding.code, "level": finding.severity, "message": {"text": _message(finding)}}
     if not _is_file(name):
         return result
-    place: dict[str, Any] = {"artifactLocation": {"uri": _uri(_relative(name))}}
-    if finding.line:
-        column = {"startColumn": finding.column} if finding.column else {}
-        place["region"] = {"startLine": finding.line, **column}
+    column = {"startColumn": finding.column} if finding.column else {}
+    region = {"startLine": finding.line or 1, **column}  # GitHub requires one
+    place = {"artifactLocation": {"uri": _uri(_relative(name))}, "region": region}
     return {**result, "locations": [{"physicalLocation": place}]}
 
 

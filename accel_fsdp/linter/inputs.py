@@ -142,7 +142,7 @@ def read_subject(
     is_own = (given.script or given.names_script) and not given.uses_sft
     if completes and not is_own and (line := header.sft_line(job.source)):
         words = command_words(line)
-        given = _with_command(given, words, {**flag_words.parse_command_line(words), **(given.args or {})})
+        given = _with_command(given, words, {**_script_flags(words), **(given.args or {})})
     subject = replace(
         given,
         values=job.values,
@@ -181,7 +181,7 @@ def command_words(text: str) -> list[str]:
 
 
 def launcher_of(words: list[str]) -> str:
-    """The launcher of a command line: accelerate, torchrun or python; else empty.
+    """The launcher of a command line: accelerate, accel-fsdp, torchrun or python; else empty.
 
     `python -m accelerate...` counts as accelerate and `python -m torch...` as torchrun.
     """
@@ -189,7 +189,7 @@ def launcher_of(words: list[str]) -> str:
     module = words[2] if len(words) > 2 and words[1] == "-m" else ""
     if first.startswith("python") and module.startswith(("accelerate", "torch.distributed")):
         return "accelerate" if module.startswith("accelerate") else "torchrun"
-    return first if first in ("accelerate", "torchrun", "python", "python3") else ""
+    return first if first in ("accelerate", "accel-fsdp", "torchrun", "python", "python3") else ""
 
 
 def launcher_flags(words: list[str]) -> dict[str, Any]:
@@ -198,6 +198,12 @@ def launcher_flags(words: list[str]) -> dict[str, Any]:
         return {}
     script = _script_in(words)
     return flag_words.parse_command_line(words[: words.index(script)]) if script else {}
+
+
+def _script_flags(words: list[str]) -> dict[str, Any]:
+    """The flags of a command line's script, which come after it; all flags if no script is found."""
+    script = _script_in(words)
+    return flag_words.parse_command_line(words[words.index(script) + 1 :] if script else words)
 
 
 def _script_in(words: list[str]) -> str:
@@ -219,4 +225,4 @@ def _arguments(path: Path, text: str) -> dict[str, Any]:
         raise UsageError(
             f"cannot read {path}: neither a mapping nor a command line", why=NO_ARGUMENTS, fix=GIVE_ARGUMENTS
         )
-    return flag_words.parse_command_line(words)
+    return _script_flags(words)

@@ -59,7 +59,7 @@ FACTS: dict[str, tuple[Subject, Subject]] = {
     "AF320": (subject(V2.replace("FSDP", "XLA")), subject(V2)),
     "AF321": (subject(FP8), subject(FP8.replace("AO", "TE"))),
     "AF408": (subject(V2, "--bf16", starter="torchrun"), subject(V2, "--bf16", starter="accelerate")),
-    "AF409": (subject(V2, "--multi_gpu", starter="accelerate"), subject(V2, "--multi_gpu")),
+    "AF409": (subject(V2, starter="accelerate", launcher={"multi_gpu": True}), subject(V2, starter="accelerate")),
     "AF414": (
         subject(V2, launcher={"mixed_precision": "fp16"}),
         subject(V2, launcher={"mixed_precision": "no", "machine_rank": "1"}),
@@ -130,7 +130,7 @@ def test_rule_on_facts(code: str) -> None:
 @pytest.mark.parametrize(
     ("code", "bad"),
     [
-        ("AF409", subject(V2 + MESH, "--use_fsdp", starter="accelerate")),
+        ("AF409", subject(V2 + MESH, starter="accelerate", launcher={"use_fsdp": True})),
         ("AF411", subject(V2 + "machine_rank: 1\n")),
         ("AF503", on(UNNAMED, replace(LLAMA, declared_classes=()))),
         ("AF608", subject(V2 + FULL, "--save_only_model --load_best_model_at_end")),

@@ -361,10 +361,13 @@ def test_the_standard_launcher_needs_an_address() -> None:
 def test_who_else_knows_the_address_of_several_machines_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A note on the file alone, as `config --nodes 2` writes it; an error where `accelerate launch` starts it."""
+    """A warning on the file alone; an error where `accelerate launch` starts it, nothing where an engine does."""
     path, line = tmp_path / "job.yaml", tmp_path / "line.txt"
-    path.write_text(f"num_machines: 2\n{EIGHT}")
+    by_engine = "# Launch:\n#   accel-fsdp launch THIS_FILE train/sft.py --max_steps 3\n"
+    path.write_text(f"{by_engine}num_machines: 2\n{EIGHT}")
     assert cli.call(["check", "--strict", str(path)]) == 0
+    path.write_text(f"num_machines: 2\n{EIGHT}")
+    assert cli.call(["check", "--strict", str(path)]) == 1
     message = " ".join(capsys.readouterr().out.split())
     assert "accel-fsdp launch takes it and the machine's number from SLURM, Kubernetes, SkyPilot and dstack" in message
     line.write_text(f"accelerate launch --config_file {path} train.py --bf16\n")

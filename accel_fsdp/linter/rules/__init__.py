@@ -1,21 +1,11 @@
-"""The linter's rules, one function each, with the engine that runs them."""
+"""The linter's rules, as rows of a table, with the engine that runs them."""
 
-from accel_fsdp.linter.rules import (  # each registers its rules
-    arguments,
-    fsdp,
-    keys,
-    launch,
-    machine,
-    mesh,
-    model,
-    script,
-    unused_sections,
-    values,
-)
-from accel_fsdp.linter.rules.engine import RULES, Finding, Rule, ScriptFacts, Severity, Subject, locate, repair, run
+from accel_fsdp.linter.rules import arguments, engine, fsdp, keys, launch, mesh, model, script, values
+from accel_fsdp.linter.rules.engine import RULES, Finding, Rule, Severity, locate, repair, run
 from accel_fsdp.linter.rules.keys import SECTIONS
+from accel_fsdp.linter.rules.subject import ScriptFacts, Subject
 
-__all__ = [
-    "RULES", "SECTIONS", "Finding", "Rule", "ScriptFacts", "Severity", "Subject", "arguments", "fsdp",
-    "keys", "launch", "locate", "machine", "mesh", "model", "repair", "run", "script", "unused_sections", "values",
-]  # fmt: skip
+for module in (keys, values, fsdp, mesh, launch, model, arguments, script):
+    engine.add(*module.ROWS)
+
+__all__ = ["RULES", "SECTIONS", "Finding", "Rule", "ScriptFacts", "Severity", "Subject", "locate", "repair", "run"]

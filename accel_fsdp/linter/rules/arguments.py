@@ -1,15 +1,19 @@
-"""More rules about the training script's arguments (`--args`), some of them with the model (`--model`)."""
+"""Rules about the training script's arguments (`--args`) beside the file, and about versions."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from accel_fsdp.checkpoints import store
 from accel_fsdp.config import Engine
 from accel_fsdp.errors import near_key
-from accel_fsdp.job import UNLESS_SFT, from_arguments
-from accel_fsdp.linter.rules.engine import Finding, Subject, rule
+from accel_fsdp.job import UNLESS_SFT, combinations, from_arguments
+from accel_fsdp.linter.rules.engine import Cases, Row, combined
+from accel_fsdp.linter.rules.fsdp import RECOMPUTE, STATE, VERSION
+from accel_fsdp.linter.rules.model import storage_dtype
+from accel_fsdp.linter.rules.subject import Subject
 
+OFFLOAD = "fsdp_config.fsdp_offload_params"
 TRAINING_KEYS = frozenset({
     "version", "cpu_offload", "auto_wrap_policy", "min_num_params", "transformer_layer_cls_to_wrap",
     "cpu_ram_efficient_loading", "state_dict_type", "activation_checkpointing", "reshard_after_forward",
@@ -17,9 +21,12 @@ TRAINING_KEYS = frozenset({
     "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings",
 })  # fmt: skip
 """The keys of TrainingArguments.fsdp_config that transformers 5.23 reads, without their optional prefix."""
+HEAD, EMBEDDING = "lm_head", "embed_tokens"
+"""The two modules that share a tied weight, as most models call them."""
+EXISTS = "prepare stops: KeyError: attribute 'weight' already exists"
 
 
-def training_config(subject: Subject) -> Mapping[str, Any]:
+def _training_config(subject: Subject) -> Mapping[str, Any]:
     """`fsdp_config` of the arguments, as a mapping or JSON text; a path is not followed."""
     value = subject.arg("fsdp_config")
     if isinstance(value, str) and value.lstrip().startswith("{"):
@@ -32,129 +39,210 @@ def training_config(subject: Subject) -> Mapping[str, Any]:
     return {str(key).removeprefix("fsdp_"): content for key, content in value.items()}
 
 
-def _words(value: Any) -> set[str]:
-    return set(from_arguments.names_in(value))
+def _words(subject: Subject, *names: str) -> set[str]:
+    return set(from_arguments.names_in(next(filter(None, map(subject.arg, names)), None)))
 
 
-@rule("AF616", "warning", pains=("P98",))
-def resuming_under_fsdp1(subject: Subject) -> Iterator[Finding]:
-    """Resuming under FSDP1 with SHARDED_STATE_DICT, by `--resume_from_checkpoint`.
-
-    A new optimizer has no state yet, so Accelerate 1.15 silently loads none from the checkpoint: Adam's moments start
-    at zero. train/sft.py creates the state first; most scripts don't.
-    """
-    if subject.engine is Engine.FSDP1 and subject.sharded_state_dict and subject.resumes and not subject.uses_sft:
-        yield Finding(
-            "fsdp_config.fsdp_version",
-            "FSDP1 does not load a sharded optimizer state",
-            f"moments silently start at zero{UNLESS_SFT}",
-            "fsdp_version: 2",
-        )
+def _without_policy(subject: Subject) -> bool:
+    twice = subject.arg_on("gradient_checkpointing", "activation_checkpointing")
+    return subject.is_fsdp and subject.on("fsdp_activation_checkpointing") and twice and not subject.uses_sft
 
 
-@rule("AF618", "warning", pains=("P38",))
-def offload_from_the_arguments(subject: Subject) -> Iterator[Finding]:
-    """`cpu_offload` in `--fsdp_config` only.
+def _deposed_precision(subject: Subject) -> Cases:
+    precision = next((name for name in ("bf16", "fp16") if subject.arg_on(name)), None)
+    value = subject.values.get("mixed_precision")
+    differs = precision and value is not None and str(value).lower() != precision
+    return {"precision": precision, "value": value} if differs else None
 
-    Accelerate adds a backend for CPU tensors when the YAML asks for offload or FULL_STATE_DICT. Otherwise clipping
-    stops with "No backend type associated with device type cpu".
-    """
+
+def _weights_only(subject: Subject, best: bool) -> bool:
+    """`best`: with the best model at the end; else in shards."""
+    only = subject.is_fsdp and subject.arg_on("save_only_model")
+    wants_best = subject.arg_on("load_best_model_at_end")
+    return only and (wants_best if best else not wants_best and subject.sharded_state_dict)
+
+
+def _four_bits(subject: Subject) -> Cases:
+    stored, dtype = str(subject.arg("bnb_4bit_quant_storage") or "uint8"), storage_dtype(subject)
+    is_wrong = subject.is_fsdp and subject.arg_on("load_in_4bit") and dtype and stored != dtype
+    return {"stored": stored, "dtype": dtype} if is_wrong else None
+
+
+def _loses_gradients(subject: Subject) -> bool:
+    steps = str(subject.arg("gradient_accumulation_steps") or 1)
+    syncs = "sync_each_batch" in str(subject.arg("accelerator_config"))
+    return subject.engine is Engine.FSDP1 and subject.on("fsdp_offload_params") and steps != "1" and syncs
+
+
+def _loses_moments(subject: Subject) -> bool:
+    """Train/sft.py creates the optimizer's state first."""
+    shards = subject.engine is Engine.FSDP1 and subject.sharded_state_dict
+    return shards and subject.resumes and not subject.uses_sft
+
+
+def _offloads_beside(subject: Subject) -> bool:
+    """Accelerate adds a backend for CPU tensors when the YAML asks for offload or FULL_STATE_DICT."""
     written = str(subject.fsdp("fsdp_state_dict_type")).upper() == "FULL_STATE_DICT"
-    offloads = bool(training_config(subject).get("cpu_offload")) or "offload" in _words(subject.arg("fsdp"))
-    if offloads and not subject.on("fsdp_offload_params") and not written and not subject.arg("ddp_backend"):
-        yield Finding(
-            "fsdp_config.fsdp_offload_params",
-            "offload is asked for in the arguments only",
-            "clipping gradients stops: No backend type associated with device type cpu",
-            "fsdp_offload_params: true here, or --ddp_backend cuda:nccl,cpu:gloo",
-        )
+    offloads = bool(_training_config(subject).get("cpu_offload")) or "offload" in _words(subject, "fsdp")
+    return offloads and not subject.on("fsdp_offload_params") and not written and not subject.arg("ddp_backend")
 
 
-@rule("AF619", pains=("P28", "P52"))
-def training_config_without_effect(subject: Subject) -> Iterator[Finding]:
-    """`--fsdp_config` with keys that transformers doesn't read, or without `--fsdp`, which turns it on.
-
-    TrainingArguments have other names than this file. Offload is `cpu_offload` there, and any text in it counts as
-    true, even "false". SIZE_BASED_WRAP without `min_num_params`, which is 0 there, wraps nothing.
-    """
-    config = training_config(subject)
-    if subject.arg("fsdp_config") and not subject.arg("fsdp"):
-        yield Finding("", "--fsdp_config without --fsdp", "it is ignored", "put its settings into this file")
-    for key in (key for key in config if key not in TRAINING_KEYS):
+def _dropped_arguments(subject: Subject) -> Cases:
+    for key in (key for key in _training_config(subject) if key not in TRAINING_KEYS):
         near = "cpu_offload" if key == "offload_params" else near_key(key, TRAINING_KEYS)
-        what = f"--fsdp_config: nothing reads {key}.{f' Did you mean {near}?' if near else ''}"
-        yield Finding("", what, "it is dropped silently", f"remove {key}")
-    if str(config.get("cpu_offload")).lower() in ("false", "no", "0") and config["cpu_offload"]:
-        yield Finding("", '--fsdp_config: cpu_offload is the text "false"', "text counts as true", "cpu_offload: false")
-    if config.get("auto_wrap_policy") == "SIZE_BASED_WRAP" and not config.get("min_num_params"):
-        what = "--fsdp_config: SIZE_BASED_WRAP without min_num_params"
-        yield Finding("", what, "nothing is wrapped", "min_num_params: N", milder="warning")
+        yield {"key": key, "hint": f" Did you mean {near}?" if near else ""}
 
 
-@rule("AF622", pains=("P73",))
-def adapter_on_a_tied_weight(subject: Subject) -> Iterator[Finding]:
-    """LoRA on one of two tied weights (`--model`) under FSDP2, in a way at which `prepare` stops.
+def _text_counts(subject: Subject) -> bool:
+    value = _training_config(subject).get("cpu_offload")
+    return bool(value) and str(value).lower() in ("false", "no", "0")
 
-    `modules_to_save` copies the head, or with `fsdp_cpu_ram_efficient_loading: false` the embedding: transformers ties
-    the weights again under names that PEFT has moved, or the tied weight belongs to two units. An adapter on `lm_head`
-    moves its name as well, which train/sft.py repairs. `trainable_token_indices` hides the embedding. FSDP1 trains all
-    of these.
-    """
-    if subject.engine is not Engine.FSDP2 or subject.model is None or not subject.model.tied:
-        return
+
+def _size_of_nothing(subject: Subject) -> bool:
+    config = _training_config(subject)
+    return config.get("auto_wrap_policy") == "SIZE_BASED_WRAP" and not config.get("min_num_params")
+
+
+def _ties_under_fsdp2(subject: Subject) -> bool:
+    return subject.engine is Engine.FSDP2 and subject.model is not None and subject.model.tied
+
+
+def _saved_modules(subject: Subject) -> Cases:
+    """`modules_to_save` copies the head, or without RAM-efficient loading the embedding."""
+    loads_once, saved = subject.on("fsdp_cpu_ram_efficient_loading"), _words(subject, *MODULES)
+    if not _ties_under_fsdp2(subject) or not saved & ({HEAD} if loads_once else {HEAD, EMBEDDING}):
+        return None
+    why = EXISTS if loads_once else "prepare stops: Parameter is shared with another FSDP group"
+    return {"names": " and ".join(sorted(saved & {HEAD, EMBEDDING})), "why": why}
+
+
+MODULES = ("modules_to_save", "lora_modules_to_save")
+
+
+def _adapted_head(subject: Subject) -> bool:
+    """Train/sft.py repairs the name that PEFT moves."""
+    adapts = HEAD in _words(subject, "target_modules", "lora_target_modules") and not subject.uses_sft
     loads_once = subject.on("fsdp_cpu_ram_efficient_loading")
-    saved = _words(subject.arg("modules_to_save") or subject.arg("lora_modules_to_save"))
-    adapted = _words(subject.arg("target_modules") or subject.arg("lora_target_modules"))
-    stops = "prepare stops: KeyError: attribute 'weight' already exists"
-    if subject.arg("trainable_token_indices"):
-        yield Finding(
-            "fsdp_config.fsdp_version",
-            "trainable_token_indices hides the tied embedding from FSDP2",
-            "prepare stops: neither a parameter nor a buffer",
-            "modules_to_save: embed_tokens, without trainable_token_indices",
-        )
-    if saved & (set(HEAD) if loads_once else {*HEAD, *EMBEDDING}):
-        yield Finding(
-            "",
-            f"modules_to_save names {' and '.join(sorted(saved & {*HEAD, *EMBEDDING}))} of a model that ties the two",
-            stops if loads_once else "prepare stops: Parameter is shared with another FSDP group",
-            "modules_to_save: embed_tokens alone, with fsdp_cpu_ram_efficient_loading: true",
-        )
-    elif adapted & set(HEAD) and loads_once and not subject.uses_sft:
-        yield Finding(
-            "",
-            "an adapter on lm_head, which the model ties to its embedding",
-            f"{stops}{UNLESS_SFT}",
-            "leave lm_head out, or fsdp_cpu_ram_efficient_loading: false",
-        )
+    return _ties_under_fsdp2(subject) and adapts and loads_once and HEAD not in _words(subject, *MODULES)
 
 
-HEAD, EMBEDDING = ("lm_head",), ("embed_tokens",)
-"""The two modules that share a tied weight, as most models call them."""
+def _old_accelerate(subject: Subject) -> Cases:
+    is_old = subject.engine is Engine.FSDP2 and subject.older("accelerate", "1.15")
+    return {"version": subject.versions["accelerate"]} if is_old else None
 
 
-@rule("AF628", "warning", pains=("P87",))
-def device_map_in_the_arguments(subject: Subject) -> Iterator[Finding]:
-    """`--device_map auto` spreads one model over all GPUs, in each rank: Accelerate refuses to train it."""
-    if subject.is_fsdp and subject.arg("device_map") == "auto":
-        yield Finding(
-            "distributed_type",
-            "--device_map auto is for one process",
-            "Accelerate stops: loaded with device_map='auto'",
-            "drop --device_map",
-        )
+def _optimizer(code: str, effect: combinations.Effect, seen: str) -> tuple[Row, ...]:
+    """A row for FSDP, and one for other engines, which have no `fsdp_version`."""
+    names = combinations.names_about("optimizer", effect)
+
+    def saves(subject: Subject) -> bool:
+        return effect == "stops" or str(subject.arg("save_strategy")).lower() != "no"
+
+    return (
+        combined(code, "error", VERSION, *names, seen=seen, only=lambda s: s.is_fsdp and saves(s)),
+        combined(code, "error", "distributed_type", *names, seen="", only=lambda s: not s.is_fsdp and saves(s)),
+    )
 
 
-@rule("AF638", "error")
-def password_in_uri(subject: Subject) -> Iterator[Finding]:
-    """A `--checkpoint_uri` with a password or a signature.
-
-    Job files, logs and run.json would show it. train/sft.py refuses it.
-    """
-    if store.PASSWORD.search(str(subject.arg("checkpoint_uri") or "")):
-        yield Finding(
-            "",
-            "--checkpoint_uri holds a password or a signature",
-            "job files and logs show it, and train/sft.py refuses it",
-            "the variables or files of the store's own tools, such as AWS_PROFILE",
-        )
+ROWS = (
+    combined("AF601", "warning", RECOMPUTE, "adapter-recompute", seen="P01 ranks peft"),
+    combined("AF602", "warning", VERSION, "adapter-fsdp1", seen="P02 P105 ranks peft"),
+    Row(
+        "AF603", "error", RECOMPUTE, "activation checkpointing is on twice", "Trainer stops: can't both be set to True",
+        "turn one off; with LoRA this one", _without_policy, seen="P25 ranks trl.SFTTrainer",
+    ),
+    *_optimizer("AF604", "stops", "P36 P37 ranks bitsandbytes#1633"),
+    *_optimizer("AF605", "stops when it saves", "P36 P37 ranks"),
+    Row(
+        "AF606", "warning", "mixed_precision", "--{precision} wins over mixed_precision: {value}",
+        "the file doesn't say what is trained", "mixed_precision: {precision}, or drop --{precision}",
+        _deposed_precision,
+        seen="P81 transformers.TrainingArguments",
+    ),
+    Row(
+        "AF607", "error", "fsdp_config", "the arguments set FSDP too", "most of this file is ignored",
+        "drop --fsdp and --fsdp_config",
+        lambda s: s.is_fsdp and bool(s.arg("fsdp") or s.arg("fsdp_config")), seen="P51 transformers.TrainingArguments",
+    ),
+    Row(
+        "AF608", "error", "distributed_type", "--save_only_model excludes --load_best_model_at_end", "Trainer stops",
+        "drop --save_only_model", lambda s: _weights_only(s, best=True), seen="P78 ranks",
+    ),
+    Row(
+        "AF608", "error", STATE, "--save_only_model needs FULL_STATE_DICT", "Trainer stops", "drop --save_only_model",
+        lambda s: _weights_only(s, best=False), seen="transformers#36627",
+    ),
+    combined("AF609", "error", VERSION, "generate-fsdp1", seen="P61 ranks transformers#30228"),
+    combined("AF610", "error", VERSION, "dora-fsdp1", "dora-mesh", seen="P85 ranks"),
+    combined("AF611", "error", "distributed_type", "eight-bit-fsdp1", seen="P35 bitsandbytes#1709"),
+    Row(
+        "AF612", "warning", "mixed_precision", "4-bit weights stored as {stored}",
+        "they are not sharded, or FSDP stops",
+        "--bnb_4bit_quant_storage {dtype}", _four_bits, seen="P33 P34 accelerate#3983",
+    ),
+    Row(
+        "AF614", "error", OFFLOAD, "offload and sync_each_batch lose gradients",
+        "each micro-batch replaces the one before", "fsdp_version: 2, or no sync_each_batch", _loses_gradients,
+        seen="P31 torch.FullyShardedDataParallel",
+    ),
+    Row(
+        "AF616", "warning", VERSION, "FSDP1 does not load a sharded optimizer state",
+        f"moments silently start at zero{UNLESS_SFT}", "fsdp_version: 2", _loses_moments,
+        seen="P98 ranks accelerate#3904",
+    ),
+    Row(
+        "AF618", "warning", OFFLOAD, "offload is asked for in the arguments only",
+        "clipping gradients stops: No backend type associated with device type cpu",
+        "fsdp_offload_params: true here, or --ddp_backend cuda:nccl,cpu:gloo", _offloads_beside,
+        seen="P38 transformers",
+    ),
+    Row(
+        "AF619", "error", "", "--fsdp_config without --fsdp", "it is ignored", "put its settings into this file",
+        lambda s: bool(s.arg("fsdp_config")) and not s.arg("fsdp"), seen="P28 P52 transformers.TrainingArguments",
+    ),
+    Row(
+        "AF619", "error", "", "--fsdp_config: nothing reads {key}.{hint}", "it is dropped silently", "remove {key}",
+        _dropped_arguments,
+    ),
+    Row(
+        "AF619", "error", "", '--fsdp_config: cpu_offload is the text "false"', "text counts as true",
+        "cpu_offload: false",
+        _text_counts,
+    ),
+    Row(
+        "AF619", "warning", "", "--fsdp_config: SIZE_BASED_WRAP without min_num_params", "nothing is wrapped",
+        "min_num_params: N", _size_of_nothing,
+    ),
+    Row(
+        "AF622", "error", VERSION, "trainable_token_indices hides the tied embedding from FSDP2",
+        "prepare stops: neither a parameter nor a buffer",
+        "modules_to_save: embed_tokens, without trainable_token_indices",
+        lambda s: _ties_under_fsdp2(s) and bool(s.arg("trainable_token_indices")), seen="P73 ranks",
+    ),
+    Row(
+        "AF622", "error", "", "modules_to_save names {names} of a model that ties the two", "{why}",
+        "modules_to_save: embed_tokens alone, with fsdp_cpu_ram_efficient_loading: true", _saved_modules,
+    ),
+    Row(
+        "AF622", "error", "", "an adapter on lm_head, which the model ties to its embedding", f"{EXISTS}{UNLESS_SFT}",
+        "leave lm_head out, or fsdp_cpu_ram_efficient_loading: false", _adapted_head,
+    ),
+    Row(
+        "AF628", "warning", "distributed_type", "--device_map auto is for one process",
+        "Accelerate stops: loaded with device_map='auto'", "drop --device_map",
+        lambda s: s.is_fsdp and s.arg("device_map") == "auto", seen="P87 accelerate.Accelerator",
+    ),
+    combined("AF630", "error", VERSION, "label-smoothing-fsdp2", seen="P99 ranks"),
+    Row(
+        "AF638", "error", "", "--checkpoint_uri holds a password or a signature",
+        "job files and logs show it, and train/sft.py refuses it",
+        "the variables or files of the store's own tools, such as AWS_PROFILE",
+        lambda s: bool(store.PASSWORD.search(str(s.arg("checkpoint_uri") or ""))), seen="train/sft.py",
+    ),
+    Row(
+        "AF701", "warning", VERSION, "accelerate {version} has bugs under FSDP2 that 1.15 fixed",
+        "adapters are lost, layers are checkpointed in parts, and tied embeddings or a resumed optimizer stop it",
+        "pip install 'accelerate>=1.15'", _old_accelerate,
+        seen="P92 P93 P94 P95 P96 P97 accelerate#4206 accelerate#4172 accelerate#3985",
+    ),
+)  # fmt: skip

@@ -1,46 +1,32 @@
-"""The linter's engine: the input of rules, their findings, and repairs.
+"""The linter's engine: rules as rows of a table, the findings they make, and repairs.
 
-The other modules of this package are the rules.
-
-Pure: no torch, no files, no printing. Lines and edits go through ruamel.yaml, which keeps comments.
+The other modules of this package are the rows. Pure: no torch, no files, no printing. Lines and edits go through
+ruamel.yaml, which keeps comments.
 """
 
-import ast
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, Literal
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
 
-from accel_fsdp.config import (
-    BY_NAME,
-    LONG_DTYPES,
-    Edit,
-    Engine,
-    JobConfig,
-    Method,
-    apply,
-    short_name,
-)
-from accel_fsdp.job import Job, clashes, from_arguments, from_yaml
-from accel_fsdp.models import ModelFacts
+from accel_fsdp.config import Edit, apply, short_name
+from accel_fsdp.job import clashes
+from accel_fsdp.job.combinations import TABLE
+from accel_fsdp.linter.rules.subject import Subject
 
 Severity = Literal["error", "warning", "note"]
+Cases: TypeAlias = bool | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None
+"""What a row's `when` returns: whether the row applies, or the words of each case in which it does.
 
-
-@dataclass(frozen=True)
-class ScriptFacts:
-    """A parsed training script; it is never run."""
-
-    name: str
-    tree: ast.Module
+The words fill the row's texts. `edits` and `severity` replace those of the row; `line` and `column` say where it is.
+"""
 
 
 @dataclass(frozen=True)
 class Finding:
     """One problem.
 
-    `key` is a dotted path, `line` and `column` count from 1; `edits` are the repair, if it is unambiguous. `milder` is
-    the severity of a less harmful case.
+    `key` is a dotted path, `line` and `column` count from 1; `edits` are the repair, if it is unambiguous.
     """
 
     key: str
@@ -52,168 +38,129 @@ class Finding:
     severity: Severity = "error"
     line: int | None = None
     column: int | None = None
-    milder: Severity | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Subject(JobConfig):
-    """A YAML with the other inputs of the rules; missing ones are None, and rules about them report nothing.
+@dataclass(frozen=True)
+class Row:
+    """One case of a rule: its texts, which the docs and `--explain` show too, with {words} that a case fills.
 
-    `args` are the training script's arguments, `starter` the word that their command line begins with (accelerate,
-    torchrun, python), empty if they came as a mapping, and `launcher` the flags of that line that belong to
-    `accelerate launch`. `uses_sft` means that the script is train/sft.py, which works around bugs;
-    `names_script`: the arguments are a command line with its script.
+    `seen` names what shows the fault: a public issue, or the library that a test runs; and the rows of
+    `tests/known_issues.py` (P01) that the rule sees. `of` are names of the table of combinations, whose texts it has;
+    `about` stands for a `what` that other modules write.
     """
 
-    args: Mapping[str, Any] | None = None
-    model: ModelFacts | None = None
-    versions: Mapping[str, str] = field(default_factory=dict)
-    starter: str = ""
-    script: ScriptFacts | None = None
-    launcher: Mapping[str, Any] = field(default_factory=dict)
-    uses_sft: bool = False
-    names_script: bool = False
+    code: str
+    severity: Severity
+    key: str
+    what: str
+    why: str
+    fix: str
+    when: Callable[[Subject], Cases]
+    edit: tuple[Edit, ...] = ()
+    seen: str = ""
+    of: tuple[str, ...] = ()
+    about: str = ""
 
-    def at(self, node: ast.AST, what: str, why: str, fix: str) -> Finding:
-        """A finding in a line of the script."""
-        name = self.script.name if self.script else ""
-        return Finding("", f"{name}:{getattr(node, 'lineno', 0)}: {what}", why, fix)
+    def findings(self, subject: Subject) -> list[Finding]:
+        cases = self.when(subject)
+        if isinstance(cases, bool | None):
+            cases = [{}] if cases else []
+        return [self._finding(case) for case in ([cases] if isinstance(cases, Mapping) else cases)]
 
-    def older(self, package: str, version: str) -> bool:
-        """Whether the installed version of a package is older."""
-        from packaging.version import Version
-
-        installed = self.versions.get(package)
-        return installed is not None and Version(installed) < Version(version)
-
-    def arg(self, name: str) -> Any:
-        """An argument of the training script; None if it or all arguments are missing."""
-        return (self.args or {}).get(name)
-
-    def arg_on(self, *names: str) -> bool:
-        return any(from_arguments.is_on(self.arg(name)) for name in names)
+    def _finding(self, case: Mapping[str, Any]) -> Finding:
+        key, what, why, fix = (text.format_map(case) for text in (self.key, self.what, self.why, self.fix))
+        edits, severity = case.get("edits", self.edit), case.get("severity") or self.severity
+        return Finding(key, what, why, fix, edits, self.code, severity, case.get("line"), case.get("column"))
 
     @property
-    def experts(self) -> int:
-        """The expert-parallel size of train/sft.py; 1 by default."""
-        return from_arguments.expert_parallel_size(self.args or {}) if self.uses_sft else 1
-
-    @property
-    def axes(self) -> Mapping[str, int]:
-        """The sizes of the mesh, with expert parallelism as "ep"; 1 for a value that is not a positive number."""
-        return {**from_yaml.mesh_of(self), "ep": self.experts}
-
-    @property
-    def by_transformers(self) -> bool:
-        """Whether train/sft.py has transformers shard the model: Accelerate has no tensor or expert parallelism."""
-        return self.uses_sft and self.job.layout.is_by_transformers
-
-    @property
-    def lacks_processes(self) -> bool:
-        """Whether `accelerate launch` stops because neither file nor command line gives the number of processes.
-
-        Accelerate fills it in for 'NO' in quotes, and one process needs no number where the key is null.
-        """
-        number = self.values.get("num_processes", 1 if self.values.get("distributed_type") == "NO" else -1)
-        stops = number == -1 or (number is None and self.engine is not Engine.NONE)
-        return stops and "num_processes" not in self.launcher
-
-    @property
-    def has_engine(self) -> bool:
-        """Whether `distributed_type` is one that Accelerate knows; a bare NO, which YAML reads as false, counts."""
-        kind = self.values.get("distributed_type")
-        return kind is False or (kind is not None and BY_NAME["", "distributed_type"].takes(str(kind)))
-
-    @property
-    def for_sagemaker(self) -> bool:
-        return self.values.get("compute_environment") == "AMAZON_SAGEMAKER"
-
-    @property
-    def uses_adapter(self) -> bool:
-        return self.arg_on("use_peft", "load_in_4bit", "load_in_8bit") or self.arg("lora_r") is not None
-
-    @property
-    def resumes(self) -> bool:
-        return str(self.arg("resume_from_checkpoint") or "false").lower() != "false"
-
-    @property
-    def trains_everything(self) -> bool:
-        """Whether the arguments are known and ask for no adapter."""
-        return self.args is not None and not self.uses_adapter
-
-    @property
-    def mixed(self) -> bool:
-        """Whether 16-bit compute is used with float32 masters; an argument wins over the file."""
-        return self.arg_on("bf16", "fp16") or self.top("mixed_precision") in ("bf16", "fp16")
-
-    @property
-    def asked_dtype(self) -> str:
-        """The dtype that the arguments load the weights in; auto by default."""
-        dtype = str(self.arg("dtype") or self.arg("torch_dtype") or "auto").removeprefix("torch.")
-        return LONG_DTYPES.get(dtype, dtype)
-
-    @property
-    def load_dtype(self) -> str:
-        """The dtype of the loaded weights: that of the arguments, or the checkpoint's own; empty if unknown."""
-        dtype = self.asked_dtype
-        return dtype if dtype != "auto" else self.model.dtype if self.model else ""
-
-    @cached_property
-    def job(self) -> Job:
-        """The job that the file and the arguments describe."""
-        method: Method = "qlora" if self.arg_on("load_in_4bit") else "lora" if self.uses_adapter else "full"
-        job = from_yaml.job_of(self, self.args)
-        base = self.model.quant_method if self.model else ""
-        flags = job.flags | ({"load_in_8bit"} if self.model and self.model.quantized == 8 else set())
-        layout = replace(job.layout, experts=self.experts)
-        job = replace(job, layout=layout, recipe=replace(job.recipe, method=method), base=base, flags=flags)
-        return replace(job, embeddings=self.model.embeddings, scalars=self.model.scalars) if self.model else job
+    def texts(self) -> list[tuple[str, str, str]]:
+        """What, why and fix for readers, empty where each case has its own; those of the combinations it is about."""
+        if self.of:
+            return [(clash.what, clash.why, clash.fix) for clash in TABLE if clash.name in self.of]
+        return [(self.about or _shown(self.what), _shown(self.why), _shown(self.fix))]
 
 
-def combined(subject: Subject, key: str, *names: str, edits: tuple[Edit, ...] = ()) -> Iterator[Finding]:
-    """The matching rows of the table of combinations with these names, as findings about `key`."""
-    for clash in clashes(subject.job):
-        if clash.name in names and not (clash.mended and subject.uses_sft):
-            yield Finding(key, clash.what, clash.why, clash.fix, edits)
+def _shown(template: str) -> str:
+    """A template for readers: a case's words in capitals, without those that only end a word or a sentence."""
+    if re.fullmatch(r"\{\w+\}", template):
+        return ""
+    return re.sub(r"\{(\w+)\}", lambda word: word[1].upper(), re.sub(r"(?<=[\w}.])\{\w+\}", "", template))
 
 
-Check = Callable[[Subject], Iterator[Finding]]
+def combined(
+    code: str,
+    severity: Severity,
+    key: str,
+    *names: str,
+    seen: str,
+    only: Callable[[Subject], bool] = lambda subject: True,
+    edits: Callable[[Subject], tuple[Edit, ...]] = lambda subject: (),
+) -> Row:
+    """A row about the rows with these names in the table of combinations, for `only` some jobs."""
+
+    def when(subject: Subject) -> Cases:
+        return [
+            {"what": clash.what, "why": clash.why, "fix": clash.fix, "edits": edits(subject)}
+            for clash in clashes(subject.job)
+            if clash.name in names and not (clash.mended and subject.uses_sft) and only(subject)
+        ]
+
+    return Row(code, severity, key, "{what}", "{why}", "{fix}", when, seen=seen, of=names)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A check with its stable code; `pains` are the rows of `tests/known_issues.py` that it detects."""
+    """The rows of one code."""
 
-    code: str
-    severity: Severity
-    check: Check
-    pains: tuple[str, ...] = ()
+    rows: tuple[Row, ...]
+
+    @property
+    def code(self) -> str:
+        return self.rows[0].code
+
+    @property
+    def severity(self) -> Severity:
+        return self.rows[0].severity
+
+    @property
+    def seen(self) -> list[str]:
+        return [word for row in self.rows for word in row.seen.split()]
+
+    @property
+    def pains(self) -> tuple[str, ...]:
+        return tuple(word for word in self.seen if word[0] == "P" and word[1:].isdecimal())
 
     @property
     def title(self) -> str:
-        return (self.check.__doc__ or "").strip().splitlines()[0]
+        return self.rows[0].texts[0][0]
+
+    @property
+    def texts(self) -> list[tuple[str, str, str]]:
+        return [text for row in self.rows for text in row.texts]
+
+    @property
+    def notes(self) -> list[str]:
+        """What the rows' functions say of their cases."""
+        notes = [row.when.__doc__ or "" for row in self.rows]
+        return [" ".join(note.split()) for note in dict.fromkeys(notes) if note]
 
     @property
     def explanation(self) -> str:
-        lines = (self.check.__doc__ or "").strip().splitlines()
-        return "\n".join(line.strip() for line in lines)
+        """The texts of all cases, and what is to be said of them."""
+        lines = [(what, why and f"  why: {why}", fix and f"  fix: {fix}") for what, why, fix in self.texts]
+        return "\n".join([*(line for text in lines for line in text if line), *self.notes])
+
+    def findings(self, subject: Subject) -> list[Finding]:
+        return [finding for row in self.rows for finding in row.findings(subject)]
 
 
 RULES: dict[str, Rule] = {}
 
 
-def rule(code: str, severity: Severity = "error", pains: tuple[str, ...] = ()) -> Callable[[Check], Check]:
-    """Registers a check under `code`; its docstring is its documentation."""
-
-    def register(check: Check) -> Check:
-        if code in RULES:
-            raise ValueError(
-                f"{check.__module__}.{check.__name__} takes {code}, which {RULES[code].check.__name__} has"
-            )
-        RULES[code] = Rule(code, severity, check, pains)
-        return check
-
-    return register
+def add(*rows: Row) -> None:
+    """Adds rows to the table."""
+    for row in rows:
+        RULES[row.code] = Rule((*(RULES[row.code].rows if row.code in RULES else ()), row))
 
 
 MISSPELT = ("AF102", "AF103", "AF104", "AF105")
@@ -237,26 +184,21 @@ def run(subject: Subject, rules: Mapping[str, Rule] = RULES) -> list[Finding]:
     corrections, engine_rules = (MISSPELT, OF_THE_ENGINE) if len(rules) > 1 else ((), ())
     for code in corrections:
         renamed = _with_names_corrected(
-            subject, [edit for finding in RULES[code].check(subject) for edit in finding.edits]
+            subject, [edit for finding in RULES[code].findings(subject) for edit in finding.edits]
         )
         if renamed is not subject:
             subjects |= {later: renamed for later in rules if later not in MISSPELT[: MISSPELT.index(code) + 1]}
         subject = renamed
     for code in engine_rules:
-        edits = (edit for finding in RULES[code].check(subject) for edit in finding.edits)
+        edits = (edit for finding in RULES[code].findings(subject) for edit in finding.edits)
         engines = [edit.value for edit in edits if edit.key == ENGINE_KEY]
         if engines:
             subject = replace(subject, values={**subject.values, ENGINE_KEY: engines[0]})
             subjects |= {key: subject for key in rules if key not in (*MISSPELT, *OF_THE_ENGINE)}
     return [
-        replace(
-            finding,
-            edits=finding.edits if all(_fits(subjects[code], edit) for edit in finding.edits) else (),
-            code=code,
-            severity=finding.milder or rule.severity,
-        )
+        finding if all(_fits(subjects[code], edit) for edit in finding.edits) else replace(finding, edits=())
         for code, rule in sorted(rules.items())
-        for finding in rule.check(subjects[code])
+        for finding in rule.findings(subjects[code])
     ]
 
 

@@ -1,35 +1,44 @@
-"""Rules about what the FSDP settings do together."""
+"""Rules about what the FSDP settings do together, and what other engines make of them."""
 
-from collections.abc import Iterator
+from accel_fsdp.config import (
+    BY_NAME,
+    DEFAULT_ZERO_STAGE,
+    FALSE_WORDS,
+    HYBRID,
+    RESHARDS,
+    STRATEGIES,
+    TRUE_WORDS,
+    Edit,
+    Engine,
+)
+from accel_fsdp.linter.rules.engine import Cases, Row, combined
+from accel_fsdp.linter.rules.subject import Subject
 
-from accel_fsdp.config import BY_NAME, FALSE_WORDS, RESHARDS, STRATEGIES, TRUE_WORDS, Edit, Engine
-from accel_fsdp.linter.rules.engine import Finding, Subject, combined, rule
-
-
-@rule("AF301", pains=("P06",))
-def version_missing(subject: Subject) -> Iterator[Finding]:
-    """`fsdp_version` is missing.
-
-    In the YAML that means FSDP1; the same omission in `TrainingArguments` means FSDP2. The settings of one are ignored
-    by the other. A boolean `fsdp_reshard_after_forward` without keys of FSDP1 looks as if FSDP2 was meant, while FSDP1
-    runs: `--fix` then leaves the choice to you. Beside keys of FSDP1, as older releases of Accelerate wrote
-    files, it is a note.
-    """
-    if subject.is_fsdp and not subject.has("fsdp_version"):
-        like_2 = _looks_like_2(subject)
-        yield Finding(
-            "fsdp_config.fsdp_version",
-            "fsdp_version is missing, so Accelerate takes FSDP1"
-            + (", though fsdp_reshard_after_forward looks like FSDP2" if like_2 else ""),
-            "most keys mean something under one version only",
-            "fsdp_version: 2 if FSDP2 was meant; fsdp_version: 1 for what runs today" if like_2 else "fsdp_version: 1",
-            () if like_2 else (Edit("fsdp_config", "fsdp_version", 1),),
-            milder="note" if any(subject.has(key) for key in ONLY_1) else None,
-        )
-
-
+SECTION = "fsdp_config"
+RESHARD, STRATEGY, VERSION, POLICY = (
+    f"{SECTION}.{key}"
+    for key in ("fsdp_reshard_after_forward", "fsdp_sharding_strategy", "fsdp_version", "fsdp_auto_wrap_policy")
+)
+STATE, RECOMPUTE = f"{SECTION}.fsdp_state_dict_type", f"{SECTION}.fsdp_activation_checkpointing"
 ONLY_1 = ("fsdp_sharding_strategy", "fsdp_backward_prefetch", "fsdp_use_orig_params", "fsdp_sync_module_states")
 """Keys that show that FSDP1 is meant."""
+TO_SHARDED = (Edit(SECTION, "fsdp_state_dict_type", "SHARDED_STATE_DICT"),)
+TO_WRAP = Edit(SECTION, "fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
+ONE_UNIT = "every rank gathers the whole model at once"
+
+
+def _no_version(subject: Subject) -> Cases:
+    """A note beside keys of FSDP1, as older releases of Accelerate wrote files; a choice where it looks like FSDP2."""
+    if not subject.is_fsdp or subject.has("fsdp_version"):
+        return None
+    like_2 = _looks_like_2(subject)
+    fix = "fsdp_version: 2 if FSDP2 was meant; fsdp_version: 1 for what runs today" if like_2 else "fsdp_version: 1"
+    return {
+        "though": ", though fsdp_reshard_after_forward looks like FSDP2" if like_2 else "",
+        "fix": fix,
+        "edits": () if like_2 else (Edit(SECTION, "fsdp_version", 1),),
+        "severity": "note" if any(subject.has(key) for key in ONLY_1) else None,
+    }
 
 
 def _looks_like_2(subject: Subject) -> bool:
@@ -37,31 +46,22 @@ def _looks_like_2(subject: Subject) -> bool:
     return subject.has("fsdp_reshard_after_forward") and boolean and not any(subject.has(key) for key in ONLY_1)
 
 
-@rule("AF302", pains=("P04",))
-def reshard_under_fsdp1(subject: Subject) -> Iterator[Finding]:
-    """`fsdp_reshard_after_forward` under FSDP1, where nothing reads it.
+def _reshard_under_fsdp1(subject: Subject) -> Cases:
+    """The launcher always exports a sharding strategy, FULL_SHARD if none is given, and that one is used.
 
-    Accelerate's own wizard writes it there. The launcher always exports a sharding strategy, FULL_SHARD if none is
-    given, and that one is used. `--fix` renames the key if its value is a strategy, and removes it beside a strategy;
-    false stays, because SHARD_GRAD_OP may have been meant. A value that agrees with the strategy in use, as in TRL's
-    file for FSDP1, is a note; one that differs from a strategy in the file is a warning.
+    A note if that is the same, a warning if the file has a strategy.
     """
     if subject.engine is not Engine.FSDP1 or not subject.has("fsdp_reshard_after_forward"):
-        return
+        return None
     if subject.has("fsdp_version") and subject.fsdp("fsdp_version") is None:
-        return  # AF202; nothing runs before the version is known
+        return None  # AF202
     fix, edits = _instead_of_reshard(subject)
-    value = str(subject.fsdp("fsdp_reshard_after_forward")).upper()
-    is_same = value == subject.strategy or (value.lower() in TRUE_WORDS and RESHARDS.get(subject.strategy) is True)
-    is_same = is_same or (value.lower() in FALSE_WORDS and RESHARDS.get(subject.strategy) is False)
-    yield Finding(
-        "fsdp_config.fsdp_reshard_after_forward",
-        "FSDP1 ignores fsdp_reshard_after_forward",
-        f"the model is trained with {subject.strategy}" + (", the same strategy" if is_same else ""),
-        fix,
-        edits,
-        milder="note" if is_same else "warning" if subject.has("fsdp_sharding_strategy") else None,
-    )
+    value, reshards = str(subject.fsdp("fsdp_reshard_after_forward")).upper(), RESHARDS.get(subject.strategy)
+    is_same = value == subject.strategy or (value.lower() in TRUE_WORDS and reshards is True)
+    is_same = is_same or (value.lower() in FALSE_WORDS and reshards is False)
+    severity = "note" if is_same else "warning" if subject.has("fsdp_sharding_strategy") else None
+    same = ", the same strategy" if is_same else ""
+    return {"strategy": subject.strategy, "same": same, "fix": fix, "edits": edits, "severity": severity}
 
 
 def _instead_of_reshard(subject: Subject) -> tuple[str, tuple[Edit, ...]]:
@@ -71,266 +71,229 @@ def _instead_of_reshard(subject: Subject) -> tuple[str, tuple[Edit, ...]]:
     if not subject.has("fsdp_version") and _looks_like_2(subject):
         return f"keep it with fsdp_version: 2, or {strategy} in its place with fsdp_version: 1", ()
     if subject.has(strategy):
-        return f"remove it; {strategy}: {subject.fsdp(strategy)} stays", (Edit("fsdp_config", key),)
+        return f"remove it; {strategy}: {subject.fsdp(strategy)} stays", (Edit(SECTION, key),)
     if value in STRATEGIES.values():
-        return f"{strategy}: {value}", (Edit("fsdp_config", key, new_key=strategy),)
+        return f"{strategy}: {value}", (Edit(SECTION, key, new_key=strategy),)
     if value.lower() in TRUE_WORDS:
-        return f"{strategy}: FULL_SHARD", (Edit("fsdp_config", key, "FULL_SHARD", new_key=strategy),)
+        return f"{strategy}: FULL_SHARD", (Edit(SECTION, key, "FULL_SHARD", new_key=strategy),)
     return f"{strategy}: SHARD_GRAD_OP if {value.lower()} meant that, else remove it", ()
 
 
-@rule("AF303", pains=("P40",))
-def strategy_under_fsdp2(subject: Subject) -> Iterator[Finding]:
-    """`fsdp_sharding_strategy` under FSDP2, where nothing reads it.
-
-    FSDP2 has `fsdp_reshard_after_forward` instead, true for FULL_SHARD and false for SHARD_GRAD_OP. Hybrid sharding
-    is a mesh in `parallelism_config`, no sharding is plain DDP.
-    """
+def _strategy_under_fsdp2(subject: Subject) -> Cases:
+    """A note where FSDP2 shards as the strategy says, so that removing it changes nothing."""
     if subject.engine is not Engine.FSDP2 or not subject.has("fsdp_sharding_strategy"):
-        return
-    edits: tuple[Edit, ...] = (Edit("fsdp_config", "fsdp_sharding_strategy"),)
-    if subject.strategy in ("FULL_SHARD", "SHARD_GRAD_OP") and not subject.has("fsdp_reshard_after_forward"):
-        edits += (Edit("fsdp_config", "fsdp_reshard_after_forward", RESHARDS[subject.strategy]),)
-    elif not subject.has("fsdp_reshard_after_forward"):
-        edits = ()
-    yield Finding(
-        "fsdp_config.fsdp_sharding_strategy",
-        "FSDP2 ignores fsdp_sharding_strategy",
-        "the model is sharded as fsdp_reshard_after_forward says, fully by default",
-        "fsdp_reshard_after_forward: true or false; hybrid: parallelism_config",
-        edits,
-    )
+        return None
+    edits: tuple[Edit, ...] = (Edit(SECTION, "fsdp_sharding_strategy"),)
+    meant = RESHARDS[subject.strategy] if subject.strategy in ("FULL_SHARD", "SHARD_GRAD_OP") else None
+    if not subject.has("fsdp_reshard_after_forward"):
+        edits = () if meant is None else (*edits, Edit(SECTION, "fsdp_reshard_after_forward", meant))
+    is_same = meant is not None and meant == subject.on("fsdp_reshard_after_forward")
+    return {"edits": edits, "severity": "note" if is_same else None}
 
 
-@rule("AF304", pains=("P67", "P71"))
-def reshard_is_a_name(subject: Subject) -> Iterator[Finding]:
-    """`fsdp_reshard_after_forward: FULL_SHARD` under FSDP2, which takes a boolean: "invalid truth value full_shard"."""
+def _reshard_is_a_name(subject: Subject) -> Cases:
     value = str(subject.fsdp("fsdp_reshard_after_forward")).upper()
-    if subject.engine is Engine.FSDP2 and value in STRATEGIES.values():
-        intended = RESHARDS.get(value)
-        edits = (
-            (Edit("fsdp_config", "fsdp_reshard_after_forward", intended),) if not value.startswith(("H", "N")) else ()
-        )
-        yield Finding(
-            "fsdp_config.fsdp_reshard_after_forward",
-            f"{value} is the FSDP1 spelling",
-            "Accelerate stops: invalid truth value",
-            "fsdp_reshard_after_forward: true (FULL_SHARD) or false (SHARD_GRAD_OP)",
-            edits,
-        )
+    if subject.engine is not Engine.FSDP2 or value not in STRATEGIES.values():
+        return None
+    is_plain = not value.startswith(("H", "N"))
+    edits = (Edit(SECTION, "fsdp_reshard_after_forward", RESHARDS.get(value)),) if is_plain else ()
+    return {"value": value, "edits": edits}
 
 
-@rule("AF305", "warning", pains=("P80",))
-def ignored_under_fsdp2(subject: Subject) -> Iterator[Finding]:
-    """A key of FSDP1 under FSDP2, which ignores it, mostly silently."""
-    if subject.engine is not Engine.FSDP2:
-        return
-    for key in subject.section("fsdp_config"):
-        field = BY_NAME.get(("fsdp_config", key))
-        special = ("fsdp_sharding_strategy", "fsdp_min_num_params")
-        if field and Engine.FSDP1 in field.engines and Engine.FSDP2 not in field.engines and key not in special:
-            yield Finding(
-                f"fsdp_config.{key}",
-                f"FSDP2 ignores {key}",
-                "it has no effect",
-                f"remove {key}",
-                (Edit("fsdp_config", key),),
-            )
+def _only_fsdp1(subject: Subject) -> Cases:
+    for key in subject.section(SECTION) if subject.engine is Engine.FSDP2 else ():
+        engines = field.engines if (field := BY_NAME.get((SECTION, key))) else frozenset()
+        special = ("fsdp_sharding_strategy", "fsdp_min_num_params")  # AF303, AF307
+        if Engine.FSDP1 in engines and Engine.FSDP2 not in engines and key not in special:
+            yield {"key": key, "edits": (Edit(SECTION, key),)}
 
 
-@rule("AF306", "warning", pains=("P09",))
-def no_wrap_policy(subject: Subject) -> Iterator[Finding]:
-    """`fsdp_auto_wrap_policy` is missing or NO_WRAP, so the whole model is one unit.
-
-    Then every rank gathers all of it at once. A layer class without the policy is ignored. `--fix` adds what is
-    missing, and keeps an explicit NO_WRAP.
-    """
-    if subject.is_fsdp and subject.wrap_policy == "NO_WRAP" and subject.strategy != "NO_SHARD":
-        is_missing = not subject.has("fsdp_auto_wrap_policy")
-        edit = Edit("fsdp_config", "fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
-        layer = "fsdp_transformer_layer_cls_to_wrap"
-        yield Finding(
-            "fsdp_config.fsdp_auto_wrap_policy",
-            "fsdp_auto_wrap_policy is missing: NO_WRAP" if is_missing else "fsdp_auto_wrap_policy: NO_WRAP",
-            "every rank gathers the whole model at once" + (f"; {layer} is ignored" if subject.has(layer) else ""),
-            "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
-            (edit,) if is_missing else (),
-        )
+def _no_policy(subject: Subject) -> Cases:
+    """An explicit NO_WRAP is kept by --fix."""
+    if not subject.is_fsdp or subject.wrap_policy != "NO_WRAP" or subject.strategy == "NO_SHARD":
+        return None
+    is_missing, layer = not subject.has("fsdp_auto_wrap_policy"), "fsdp_transformer_layer_cls_to_wrap"
+    return {
+        "policy": " is missing: NO_WRAP" if is_missing else ": NO_WRAP",
+        "unused": f"; {layer} is ignored" if subject.has(layer) else "",
+        "edits": (TO_WRAP,) if is_missing else (),
+    }
 
 
-@rule("AF307", pains=("P27",))
-def size_based_under_fsdp2(subject: Subject) -> Iterator[Finding]:
-    """`SIZE_BASED_WRAP` under FSDP2: it also picks containers, which `fully_shard` refuses."""
-    edits: tuple[Edit, ...] = (Edit("fsdp_config", "fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),)
-    if subject.has("fsdp_min_num_params"):
-        edits += (Edit("fsdp_config", "fsdp_min_num_params"),)
-    yield from combined(subject, "fsdp_config.fsdp_auto_wrap_policy", "size-based-fsdp2", edits=edits)
-
-
-@rule("AF308", "warning", pains=("P28",))
-def size_based_wraps_nothing(subject: Subject) -> Iterator[Finding]:
-    """`SIZE_BASED_WRAP` with `fsdp_min_num_params` at 0, or above the model's largest layer: nothing is wrapped."""
+def _wraps_nothing(subject: Subject) -> Cases:
     if subject.engine is not Engine.FSDP1 or subject.wrap_policy != "SIZE_BASED_WRAP":
-        return
+        return None
     smallest = str(subject.fsdp("fsdp_min_num_params"))
     largest = subject.model.largest_layer_parameters if subject.model else 0
     too_large = smallest.isdecimal() and 0 < largest < int(smallest)
-    if smallest == "0" or too_large:
-        yield Finding(
-            "fsdp_config.fsdp_min_num_params",
-            f"with fsdp_min_num_params {smallest} no layer becomes a unit",
-            "every rank gathers the whole model at once",
-            f"fsdp_min_num_params: {largest * 9 // 10 or 'just under the size of a layer'}",
-        )
+    size = largest * 9 // 10 or "just under the size of a layer"
+    return {"smallest": smallest, "size": size} if smallest == "0" or too_large else None
 
 
-@rule("AF309", pains=("P68", "P71"))
-def local_state_dict_under_fsdp2(subject: Subject) -> Iterator[Finding]:
-    """`LOCAL_STATE_DICT` under FSDP2: Accelerate stops."""
-    edit = Edit("fsdp_config", "fsdp_state_dict_type", "SHARDED_STATE_DICT")
-    yield from combined(subject, "fsdp_config.fsdp_state_dict_type", "local-state-fsdp2", edits=(edit,))
+def _size_based(subject: Subject) -> tuple[Edit, ...]:
+    size = (Edit(SECTION, "fsdp_min_num_params"),) if subject.has("fsdp_min_num_params") else ()
+    return (TO_WRAP, *size)
 
 
-@rule("AF310", "warning", pains=("P57",))
-def local_state_dict(subject: Subject) -> Iterator[Finding]:
-    """`LOCAL_STATE_DICT`: such checkpoints load on the same number of ranks only, and nothing exports them."""
-    if subject.engine is Engine.FSDP1 and subject.state_dict_type == "LOCAL_STATE_DICT":
-        edit = Edit("fsdp_config", "fsdp_state_dict_type", "SHARDED_STATE_DICT")
-        yield Finding(
-            "fsdp_config.fsdp_state_dict_type",
-            "LOCAL_STATE_DICT checkpoints do not reshard",
-            "a run can't be resumed on another number of GPUs",
-            "fsdp_state_dict_type: SHARDED_STATE_DICT",
-            (edit,),
-        )
-
-
-@rule("AF311", pains=("P69",))
-def ram_loading_without_sync(subject: Subject) -> Iterator[Finding]:
-    """`fsdp_sync_module_states: false` beside `fsdp_cpu_ram_efficient_loading`, which is on by default.
-
-    The launcher refuses the combination under both versions, although FSDP2 doesn't use the key. The text 'false' is
-    accepted, but FSDP1 turns syncing on again.
-    """
-    if subject.is_fsdp and subject.on("fsdp_cpu_ram_efficient_loading") and not subject.on("fsdp_sync_module_states"):
-        edit = Edit("fsdp_config", "fsdp_sync_module_states")
-        yield Finding(
-            "fsdp_config.fsdp_sync_module_states",
-            "fsdp_cpu_ram_efficient_loading needs synced module states",
-            "the launcher refuses it",
-            "remove fsdp_sync_module_states",
-            (edit,),
-        )
-
-
-@rule("AF312", pains=("P70",))
-def checkpointing_without_wrapping(subject: Subject) -> Iterator[Finding]:
-    """`fsdp_activation_checkpointing` with NO_WRAP, which is also what a missing policy means.
-
-    FSDP2 stops with "'NoneType' object is not callable"; FSDP1 checkpoints every single submodule. AF325 is about
-    SIZE_BASED_WRAP.
-    """
-    yield from combined(subject, "fsdp_config.fsdp_activation_checkpointing", "recompute-without-policy")
-
-
-@rule("AF313")
-def checkpoint_offload_alone(subject: Subject) -> Iterator[Finding]:
-    """`fsdp_activation_checkpointing_offload` without activation checkpointing, or under FSDP1: Accelerate stops."""
-    if not subject.is_fsdp or not subject.on("fsdp_activation_checkpointing_offload"):
-        return
-    if subject.engine is Engine.FSDP1:
-        edit = Edit("fsdp_config", "fsdp_activation_checkpointing_offload")
-        yield Finding(
-            "fsdp_config.fsdp_activation_checkpointing_offload",
-            "FSDP1 can't offload checkpoints: fsdp_activation_checkpointing_offload",
-            "Accelerate stops",
-            "remove it, or fsdp_version: 2",
-            (edit,),
-        )
-    elif not subject.on("fsdp_activation_checkpointing"):
-        edit = Edit("fsdp_config", "fsdp_activation_checkpointing", True)
-        yield Finding(
-            "fsdp_config.fsdp_activation_checkpointing_offload",
-            "fsdp_activation_checkpointing_offload finds nothing to offload: fsdp_activation_checkpointing is off",
-            "Accelerate stops",
-            "fsdp_activation_checkpointing: true",
-            (edit,),
-        )
-
-
-@rule("AF314", pains=("P08",))
-def fsdp_block_without_fsdp(subject: Subject) -> Iterator[Finding]:
-    """An `fsdp_config` under another `distributed_type`, which doesn't read it.
-
-    Under MULTI_GPU plain DDP runs, and every GPU holds the whole model; under DEEPSPEED `deepspeed_config` decides.
-    """
-    if subject.section("fsdp_config") and subject.engine is Engine.DEEPSPEED:
-        yield Finding(
-            "fsdp_config",
-            "fsdp_config beside distributed_type: DEEPSPEED",
-            "DeepSpeed shards as deepspeed_config says, and nothing reads fsdp_config",
-            "remove fsdp_config, or distributed_type: FSDP without deepspeed_config",
-        )
-    if subject.section("fsdp_config") and subject.engine in (Engine.DDP, Engine.NONE):
-        if not subject.has_engine:
-            return  # AF101, AF203
-        yield Finding(
-            "distributed_type",
-            f"fsdp_config beside distributed_type: {subject.top('distributed_type')}",
-            "FSDP is not used and every GPU holds the whole model",
-            "distributed_type: FSDP, or remove fsdp_config",
-        )
-
-
-@rule("AF317", "warning", pains=("P29", "P30"))
-def use_orig_params_off(subject: Subject) -> Iterator[Finding]:
-    """`fsdp_use_orig_params: false` under FSDP1.
-
-    Trainer then finds no biases and norms among the flattened parameters and puts weight decay on them; a unit with
-    frozen and trained parameters fails.
-    """
-    if subject.engine is Engine.FSDP1 and not subject.on("fsdp_use_orig_params"):
-        yield Finding(
-            "fsdp_config.fsdp_use_orig_params",
-            "weight decay will hit norms and biases, and units with frozen parts fail",
-            "Trainer groups parameters by name after they were flattened, and one flat parameter is trained or isn't",
-            "fsdp_use_orig_params: true",
-            (Edit("fsdp_config", "fsdp_use_orig_params", True),),
-        )
-
-
-@rule("AF318", "note", pains=("P15",))
-def bf16_buffers_under_fsdp1(subject: Subject) -> Iterator[Finding]:
-    """16-bit precision under FSDP1 casts buffers too, RoPE's frequencies among them.
-
-    0.31622777 becomes 0.31640625, and the error of the angle grows with the position. FSDP2 leaves buffers alone.
-    Not reported for layer classes of other models than language models, such as FluxTransformerBlock.
-    """
-    version = str(subject.fsdp("fsdp_version"))
+def _rounds_positions(subject: Subject) -> bool:
+    """Not with layer classes of other models than language models, such as FluxTransformerBlock."""
     layers = str(subject.fsdp("fsdp_transformer_layer_cls_to_wrap") or "Layer").split(",")
-    if not any(name.strip("[]' ").endswith("Layer") for name in layers):
-        return
-    if subject.engine is Engine.FSDP1 and version == "1" and subject.top("mixed_precision") in ("bf16", "fp16"):
-        yield Finding(
-            "mixed_precision",
-            "FSDP1 casts RoPE frequencies to 16 bits",
-            "positions lose accuracy, more so in long sequences",
-            "fsdp_version: 2",
-        )
+    is_version_1 = subject.engine is Engine.FSDP1 and str(subject.fsdp("fsdp_version")) == "1"
+    is_language = any(name.strip("[]' ").endswith("Layer") for name in layers)
+    return is_version_1 and is_language and subject.top("mixed_precision") in ("bf16", "fp16")
 
 
-@rule("AF319", pains=("P72",))
-def wrapping_embeddings(subject: Subject) -> Iterator[Finding]:
-    """`Embedding` or `Linear` as a layer class of a model (`--model`) whose embeddings are tied.
+def _tied_units(subject: Subject) -> Cases:
+    tied = subject.is_fsdp and subject.model is not None and subject.model.tied
+    return [{"name": name} for name in ("Embedding", "Linear") if tied and name in subject.layer_classes]
 
-    They would belong to two units, which torch 2.13 refuses.
-    """
-    tied = subject.model is not None and subject.model.tied
-    for name in ("Embedding", "Linear"):
-        if subject.is_fsdp and tied and name in subject.layer_classes:
-            yield Finding(
-                "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
-                f"{name} is not a transformer layer",
-                "tied embeddings fail: Parameter is shared with a parameter of another FSDP group",
-                "name the decoder layer only",
-            )
+
+def _fp8_by_torchao(subject: Subject) -> bool:
+    section = subject.section("fp8_config")
+    is_ao = str(section.get("fp8_backend", section.get("backend"))).upper() == "AO"
+    is_fp8 = subject.is_fsdp and subject.top("mixed_precision") == "fp8"
+    return is_fp8 and is_ao and subject.on("fsdp_cpu_ram_efficient_loading")
+
+
+def _offloads_nothing(subject: Subject) -> Cases:
+    section = subject.section("deepspeed_config")
+    stage = str(section.get("zero_stage", DEFAULT_ZERO_STAGE))
+    device = str(section.get("offload_param_device", "none")).lower()
+    is_deaf = subject.engine is Engine.DEEPSPEED and stage in ("0", "1", "2") and device in ("cpu", "nvme")
+    return {"device": device, "stage": stage} if is_deaf else None
+
+
+def _gathers_nothing(subject: Subject) -> bool:
+    section = subject.section("deepspeed_config")
+    is_off = str(section.get("zero3_save_16bit_model", False)).lower() != "true"
+    is_stage_3 = subject.engine is Engine.DEEPSPEED and str(section.get("zero_stage")) == "3"
+    return is_stage_3 and is_off and "deepspeed_config_file" not in section
+
+
+def _copies_of_one_rank(subject: Subject) -> Cases:
+    hybrid = subject.engine is Engine.FSDP1 and subject.strategy in HYBRID
+    return {"strategy": subject.strategy} if hybrid and subject.ranks_here == 1 else None
+
+
+ROWS = (
+    Row(
+        "AF301", "error", VERSION, "fsdp_version is missing, so Accelerate takes FSDP1{though}",
+        "most keys mean something under one version only", "{fix}", _no_version, seen="P06 plugin transformers#45640",
+    ),
+    Row(
+        "AF302", "error", RESHARD, "FSDP1 ignores fsdp_reshard_after_forward",
+        "the model is trained with {strategy}{same}",
+        "{fix}", _reshard_under_fsdp1, seen="P04 launcher ranks",
+    ),
+    Row(
+        "AF303", "error", STRATEGY, "FSDP2 ignores fsdp_sharding_strategy",
+        "the model is sharded as fsdp_reshard_after_forward says, fully by default",
+        "fsdp_reshard_after_forward: true or false; hybrid: parallelism_config", _strategy_under_fsdp2,
+        seen="P40 plugin",
+    ),
+    Row(
+        "AF304", "error", RESHARD, "{value} is the FSDP1 spelling", "Accelerate stops: invalid truth value",
+        "fsdp_reshard_after_forward: true (FULL_SHARD) or false (SHARD_GRAD_OP)", _reshard_is_a_name,
+        seen="P67 P71 plugin",
+    ),
+    Row(
+        "AF305", "warning", f"{SECTION}.{{key}}", "FSDP2 ignores {key}", "it has no effect", "remove {key}",
+        _only_fsdp1,
+        seen="P80 plugin",
+    ),
+    Row(
+        "AF306", "warning", POLICY, "fsdp_auto_wrap_policy{policy}", f"{ONE_UNIT}{{unused}}",
+        "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP", _no_policy, seen="P09 plugin ranks",
+    ),
+    combined("AF307", "error", POLICY, "size-based-fsdp2", seen="P27 ranks", edits=_size_based),
+    Row(
+        "AF308", "warning", f"{SECTION}.fsdp_min_num_params",
+        "with fsdp_min_num_params {smallest} no layer becomes a unit",
+        ONE_UNIT, "fsdp_min_num_params: {size}", _wraps_nothing, seen="P28 plugin ranks",
+    ),
+    combined("AF309", "error", STATE, "local-state-fsdp2", seen="P68 P71 plugin", edits=lambda s: TO_SHARDED),
+    Row(
+        "AF310", "warning", STATE, "LOCAL_STATE_DICT checkpoints do not reshard",
+        "a run can't be resumed on another number of GPUs", "fsdp_state_dict_type: SHARDED_STATE_DICT",
+        lambda s: s.engine is Engine.FSDP1 and s.state_dict_type == "LOCAL_STATE_DICT", TO_SHARDED, seen="P57 ranks",
+    ),
+    Row(
+        "AF311", "error", f"{SECTION}.fsdp_sync_module_states",
+        "fsdp_cpu_ram_efficient_loading needs synced module states",
+        "the launcher refuses it", "remove fsdp_sync_module_states",
+        lambda s: s.is_fsdp and s.on("fsdp_cpu_ram_efficient_loading") and not s.on("fsdp_sync_module_states"),
+        (Edit(SECTION, "fsdp_sync_module_states"),), seen="P69 launcher",
+    ),
+    combined("AF312", "error", RECOMPUTE, "recompute-without-policy", seen="P70 ranks"),
+    Row(
+        "AF313", "error", f"{RECOMPUTE}_offload",
+        "FSDP1 can't offload checkpoints: fsdp_activation_checkpointing_offload",
+        "Accelerate stops", "remove it, or fsdp_version: 2",
+        lambda s: s.engine is Engine.FSDP1 and s.on("fsdp_activation_checkpointing_offload"),
+        (Edit(SECTION, "fsdp_activation_checkpointing_offload"),), seen="plugin",
+    ),
+    Row(
+        "AF313", "error", f"{RECOMPUTE}_offload",
+        "fsdp_activation_checkpointing_offload finds nothing to offload: fsdp_activation_checkpointing is off",
+        "Accelerate stops", "fsdp_activation_checkpointing: true",
+        lambda s: s.engine is Engine.FSDP2 and s.on("fsdp_activation_checkpointing_offload")
+        and not s.on("fsdp_activation_checkpointing"),
+        (Edit(SECTION, "fsdp_activation_checkpointing", True),),
+    ),
+    Row(
+        "AF314", "error", SECTION, "fsdp_config beside distributed_type: DEEPSPEED",
+        "DeepSpeed shards as deepspeed_config says, and nothing reads fsdp_config",
+        "remove fsdp_config, or distributed_type: FSDP without deepspeed_config",
+        lambda s: s.engine is Engine.DEEPSPEED and bool(s.section(SECTION)), seen="P08 launcher",
+    ),
+    Row(
+        "AF314", "error", "distributed_type", "fsdp_config beside distributed_type: {kind}",
+        "FSDP is not used and every GPU holds the whole model", "distributed_type: FSDP, or remove fsdp_config",
+        lambda s: {"kind": s.top("distributed_type")}
+        if s.section(SECTION) and s.engine in (Engine.DDP, Engine.NONE) and s.has_engine else None,
+    ),
+    Row(
+        "AF317", "warning", f"{SECTION}.fsdp_use_orig_params",
+        "weight decay will hit norms and biases, and units with frozen parts fail",
+        "Trainer groups parameters by name after they were flattened, and one flat parameter is trained or isn't",
+        "fsdp_use_orig_params: true", lambda s: s.engine is Engine.FSDP1 and not s.on("fsdp_use_orig_params"),
+        (Edit(SECTION, "fsdp_use_orig_params", True),), seen="P29 P30 ranks pytorch#101343",
+    ),
+    Row(
+        "AF318", "note", "mixed_precision", "FSDP1 casts RoPE frequencies to 16 bits",
+        "positions lose accuracy, more so in long sequences", "fsdp_version: 2", _rounds_positions,
+        seen="P15 ranks transformers#25681",
+    ),
+    Row(
+        "AF319", "error", f"{SECTION}.fsdp_transformer_layer_cls_to_wrap", "{name} is not a transformer layer",
+        "tied embeddings fail: Parameter is shared with a parameter of another FSDP group",
+        "name the decoder layer only", _tied_units, seen="P72 ranks",
+    ),
+    Row(
+        "AF320", "error", SECTION, "on TPU nothing reads fsdp_config", "every core holds the whole model",
+        "the xla keys of --fsdp_config in TrainingArguments",
+        lambda s: s.engine is Engine.TPU and bool(s.section(SECTION)) and not s.on("fsdp_xla"),
+        seen="P84 accelerate#422",
+    ),
+    Row(
+        "AF321", "error", f"{SECTION}.fsdp_cpu_ram_efficient_loading",
+        "torchao's FP8 and RAM-efficient loading exclude each other", "Accelerate stops",
+        "fsdp_cpu_ram_efficient_loading: false", _fp8_by_torchao, seen="P86 accelerate.Accelerator",
+    ),
+    Row(
+        "AF327", "warning", "deepspeed_config.offload_param_device",
+        "offload_param_device: {device} has no effect with zero_stage: {stage}", "only stage 3 offloads parameters",
+        "zero_stage: 3, or offload_param_device: none", _offloads_nothing, seen="deepspeed.DeepSpeedZeroConfig",
+    ),
+    Row(
+        "AF328", "warning", "num_processes", "{strategy} with one process on each machine",
+        "it shards inside each machine, so every GPU holds the whole model",
+        "more processes on each machine, or fsdp_sharding_strategy: FULL_SHARD", _copies_of_one_rank, seen="P103 ranks",
+    ),
+    Row(
+        "AF406", "note", "deepspeed_config.zero_stage", "ZeRO-3 gathers no weights when it saves",
+        "the output folder holds shards and no model, and train/sft.py refuses it",
+        "zero3_save_16bit_model: true; a folder of shards: accel-fsdp export", _gathers_nothing,
+        (Edit("deepspeed_config", "zero3_save_16bit_model", True),), seen="accelerate.Accelerator",
+    ),
+)  # fmt: skip

@@ -1,341 +1,246 @@
-"""Rules about the launch, the layer classes and the training script's arguments."""
+"""Rules about processes and machines, and how the job is started (`--args` with a command line)."""
 
-from collections.abc import Iterator
+import re
 
-from accel_fsdp.config import DEFAULT_PORT, LAUNCH_PLACES, LOW_DTYPES, MULTI_CPU, TORCH_DTYPES, Edit, Engine
-from accel_fsdp.errors import did_you_mean
-from accel_fsdp.job import UNLESS_SFT, combinations
-from accel_fsdp.linter.rules.engine import Finding, Subject, combined, rule
-from accel_fsdp.units import listed
+from accel_fsdp.config import BY_NAME, DEFAULT_PORT, FALSE_WORDS, LAUNCH_PLACES, MULTI_CPU, TRUE_WORDS, Edit, Engine
+from accel_fsdp.hardware import machines
+from accel_fsdp.linter.rules.engine import Cases, Row
+from accel_fsdp.linter.rules.subject import Subject
+from accel_fsdp.units import counted, listed
+
+MAY_DIFFER = frozenset({"machine_rank", "main_process_ip", "main_process_port"})
+"""Flags that differ from machine to machine, or from run to run, by their nature."""
+HERE_ONLY = re.compile(r"127(\.\d+){3}|localhost|::1|0\.0\.0\.0|\[::1?\]|::", re.IGNORECASE)
+"""Addresses under which every machine finds itself."""
+OTHER_ENGINES = ("multi_gpu", "use_deepspeed", "tpu")
+"""Flags of `accelerate launch` that replace the file's engine."""
+ON_GPUS = (Engine.FSDP1, Engine.FSDP2, Engine.DDP, Engine.DEEPSPEED)
 
 
-@rule("AF401")
-def no_number_of_processes(subject: Subject) -> Iterator[Finding]:
-    """`num_processes` is missing: `accelerate launch` stops unless it is on the command line."""
+def _no_processes(subject: Subject) -> Cases:
     is_bare_no = subject.values.get("distributed_type") is False  # AF208
-    if subject.lacks_processes and subject.has_engine and not is_bare_no:
-        value = subject.values.get("num_processes")
-        yield Finding(
-            "num_processes",
-            "num_processes is missing" if value is None else f"num_processes: {value} means none",
-            "accelerate launch stops without --num_processes",
-            f"num_processes: {'1' if subject.engine is Engine.NONE else 'the GPUs of all machines together'}",
-        )
+    if not subject.lacks_processes or not subject.has_engine or is_bare_no:
+        return None
+    value = subject.values.get("num_processes")
+    number = "1" if subject.engine is Engine.NONE else "the GPUs of all machines together"
+    return {"number": number, "value": " is missing" if value is None else f": {value} means none"}
 
 
-@rule("AF407")
-def too_few_processes(subject: Subject) -> Iterator[Finding]:
-    """`num_processes` or `num_machines` below 1: nothing would run."""
-    for key in ("num_processes", "num_machines"):
-        value = subject.values.get(key)
-        if isinstance(value, int) and value < 1 and value != -1:
-            yield Finding(key, f"{key}: {value}", "nothing would run", f"{key}: 1 or more")
+def _remainder(subject: Subject) -> Cases:
+    processes, total = subject.top("num_processes"), subject.top("num_machines")
+    are_counts = isinstance(processes, int) and isinstance(total, int) and processes > 0 and total > 0
+    if not are_counts or not processes % total:
+        return None
+    each = processes // total
+    return {"processes": processes, "machines": total, "each": each, "number": max(each, 1) * total}
 
 
-@rule("AF417", "note")
-def processes_without_an_engine(subject: Subject) -> Iterator[Finding]:
-    """`num_processes` above 1 beside `distributed_type: 'NO'`: Accelerate still starts only one process.
+def _no_address(subject: Subject) -> Cases:
+    """DeepSpeed's own launchers, pdsh among them, take the machines from `deepspeed_hostfile` instead.
 
-    TRL ships such a file for a single GPU.
+    An error if `accelerate launch` starts the job; nothing if another command does, as header or arguments say.
     """
-    number = subject.number("num_processes")
-    if subject.is_alone and number > 1 and not subject.launcher.get("num_processes"):
-        yield Finding(
-            "num_processes",
-            f"distributed_type: {subject.spelt('distributed_type', 'NO')} starts one process, not {number}",
-            "the other GPUs stay idle",
-            "num_processes: 1, or distributed_type: FSDP or MULTI_GPU for all of them",
-        )
-
-
-@rule("AF402", pains=("P44",))
-def processes_do_not_divide(subject: Subject) -> Iterator[Finding]:
-    """`num_processes` is the total over all machines; a remainder is silently dropped.
-
-    9 processes on 2 machines start 4 on each, 1 process on 2 machines starts none.
-    """
-    processes, machines = subject.top("num_processes"), subject.top("num_machines")
-    are_counts = isinstance(processes, int) and isinstance(machines, int) and processes > 0 and machines > 0
-    if are_counts and processes % machines:
-        yield Finding(
-            "num_processes",
-            f"{processes} processes don't divide by {machines} machines",
-            f"each machine starts {processes // machines}",
-            f"num_processes: {max(processes // machines, 1) * machines}",
-        )
-
-
-@rule("AF403", pains=("P46",))
-def no_meeting_point(subject: Subject) -> Iterator[Finding]:
-    """Several machines without `main_process_ip`: under `accelerate launch` the ranks wait at `None:29500`.
-
-    It is an error if the job is started that way (`--args`). For a file alone it is a note: `accel-fsdp launch` needs
-    no address if the cluster engine gives it, with the machine's number. DeepSpeed's own launchers, pdsh among them,
-    take the machines from `deepspeed_hostfile` instead.
-    """
-    machines = subject.top("num_machines")
+    total = subject.top("num_machines")
     section = subject.section("deepspeed_config") if subject.engine is Engine.DEEPSPEED else {}
     by_hostfile = section.get("deepspeed_multinode_launcher") != "standard" and section.get("deepspeed_hostfile")
     address = subject.launcher.get("main_process_ip") or subject.top("main_process_ip")
-    if isinstance(machines, int) and machines > 1 and not address and not by_hostfile:
-        yield Finding(
-            "num_machines",
-            f"{machines} machines and no main_process_ip",
-            f"under accelerate launch they wait at None:{DEFAULT_PORT}",
-            "main_process_ip: the address of machine 0; accel-fsdp launch takes it and the machine's number from "
-            f"{listed(LAUNCH_PLACES, 'and')}, and accel-fsdp script writes their job files",
-            milder=None if subject.starter == "accelerate" else "note",
-        )
+    by_others = subject.starter not in ("", "accelerate")
+    if not isinstance(total, int) or total < 2 or address or by_hostfile or by_others:
+        return None
+    return {"machines": total, "severity": "error" if subject.starter else None}
 
 
-@rule("AF404", "note", pains=("P45",))
-def machine_rank_in_the_file(subject: Subject) -> Iterator[Finding]:
-    """`machine_rank` in a file for several machines.
-
-    `accelerate config` writes it on each machine. A copy of that file gives all machines the same number.
-    """
-    machines = subject.top("num_machines")
-    if isinstance(machines, int) and machines > 1 and "machine_rank" in subject.values:
-        yield Finding(
-            "machine_rank",
-            "machine_rank is the same on every machine that has this file",
-            "the job hangs when two machines have one number",
-            "launch with --machine_rank N, unless each machine has its own file",
-        )
+def _too_few(subject: Subject) -> Cases:
+    for key in ("num_processes", "num_machines"):
+        value = subject.values.get(key)
+        if isinstance(value, int) and value < 1 and value != -1:
+            yield {"key": key, "value": value}
 
 
-@rule("AF405", "warning", pains=("P83",))
-def use_cpu_under_an_engine(subject: Subject) -> Iterator[Finding]:
-    """`use_cpu: true` under FSDP, DDP on GPUs, DeepSpeed or XLA: the launcher does not hand it to the ranks.
-
-    It does so for `distributed_type: 'NO'` and `MULTI_CPU`.
-    """
-    kind = subject.values.get("distributed_type")
-    if subject.engine is not Engine.NONE and kind != MULTI_CPU and subject.values.get("use_cpu") is True:
-        yield Finding(
-            "use_cpu",
-            f"use_cpu does not reach the ranks under {kind}",
-            "it has no effect",
-            "use_cpu: false; train/sft.py detects it",
-            (Edit("", "use_cpu", False),),
-        )
+def _starter(subject: Subject) -> Cases:
+    """Train/sft.py reads the file by itself where `--accelerate_config` names it."""
+    reads_it = subject.uses_sft and subject.arg("accelerate_config")
+    by_another = subject.is_fsdp and subject.starter in ("python", "python3", "torchrun") and not reads_it
+    return {"starter": subject.starter} if by_another else None
 
 
-@rule("AF406", "note")
-def deepspeed_without_weights(subject: Subject) -> Iterator[Finding]:
-    """ZeRO-3 without `zero3_save_16bit_model: true`: `save_model` writes a sharded checkpoint instead of a model.
-
-    The weights are in it, and `accel-fsdp export` makes a model of them. train/sft.py requires the key.
-    """
-    section = subject.section("deepspeed_config")
-    own_file = "deepspeed_config_file" in section
-    is_off = str(section.get("zero3_save_16bit_model", False)).lower() != "true"
-    if subject.engine is Engine.DEEPSPEED and str(section.get("zero_stage")) == "3" and is_off and not own_file:
-        edit = Edit("deepspeed_config", "zero3_save_16bit_model", True)
-        yield Finding(
-            "deepspeed_config.zero_stage",
-            "ZeRO-3 gathers no weights when it saves",
-            "the output folder holds shards and no model, and train/sft.py refuses it",
-            "zero3_save_16bit_model: true; a folder of shards: accel-fsdp export",
-            (edit,),
-        )
+def _other_rank(subject: Subject, alone: bool) -> Cases:
+    rank, total = subject.values.get("machine_rank"), subject.number("num_machines") or 1
+    is_number = isinstance(rank, int) and not isinstance(rank, bool)
+    if not is_number or 0 <= rank < total or alone != (total == 1):
+        return None
+    return {"rank": rank, "machines": counted(total, "machine"), "last": total - 1}
 
 
-@rule("AF501", pains=("P10", "P65"))
-def layer_class_not_in_the_model(subject: Subject) -> Iterator[Finding]:
-    """A layer class that the model (`--model`) doesn't have: Accelerate stops at prepare."""
-    if subject.model is None or not subject.is_fsdp:
-        return
-    for name in subject.layer_classes:
-        if name not in subject.model.classes:
-            classes = ",".join(layer.name for layer in subject.model.wrap_classes)
-            edits = (Edit("fsdp_config", "fsdp_transformer_layer_cls_to_wrap", classes),) if classes else ()
-            yield Finding(
-                "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
-                f"{subject.model.name} has no {name}.{did_you_mean(name, subject.model.classes)}",
-                "Accelerate stops: Could not find the transformer layer class",
-                f"fsdp_transformer_layer_cls_to_wrap: {classes or 'NAME'}",
-                edits,
-            )
+def _few_ids(subject: Subject) -> Cases:
+    """Two ranks would share a GPU; a single id under MULTI_GPU on one machine is refused by the launcher."""
+    chosen, ranks = _count_of_ids(subject), subject.ranks_here
+    if subject.engine not in ON_GPUS or not chosen or subject.values.get("distributed_type") == MULTI_CPU:
+        return None
+    single = chosen == 1 and subject.engine is Engine.DDP and subject.top("num_machines") == 1
+    why = "the launcher stops: less than two GPU ids" if single else "NCCL stops: Duplicate GPU detected"
+    processes = counted(max(ranks, 1), "process", "processes")
+    words = {"ids": subject.top("gpu_ids"), "processes": processes, "why": why}
+    return words if chosen < ranks or single else None
 
 
-@rule("AF601", "warning", pains=("P01",))
-def adapter_lost_by_checkpointing(subject: Subject) -> Iterator[Finding]:
-    """LoRA with FSDP activation checkpointing.
-
-    PEFT 0.21 finds no adapter tensors in modules that are wrapped for checkpointing: exports and sharded checkpoints
-    silently hold none. train/sft.py repairs that; most scripts don't.
-    """
-    yield from combined(subject, "fsdp_config.fsdp_activation_checkpointing", "adapter-recompute")
-
-
-@rule("AF602", "warning", pains=("P02", "P105"))
-def adapter_lost_by_fsdp1(subject: Subject) -> Iterator[Finding]:
-    """LoRA with FSDP1.
-
-    PEFT 0.21 finds no adapter tensors below FSDP1's wrappers: exports and checkpoints hold none. train/sft.py repairs
-    that; most scripts don't.
-    """
-    yield from combined(subject, "fsdp_config.fsdp_version", "adapter-fsdp1")
+def _count_of_ids(subject: Subject) -> int:
+    """The number of GPUs in `gpu_ids`; 0 for all of them."""
+    chosen = subject.top("gpu_ids")
+    if isinstance(chosen, list):  # AF207 makes text of it
+        return len(chosen)
+    if isinstance(chosen, int):  # 0 for 1:2, which YAML reads in base 60
+        return int(str(chosen) == subject.spelt("gpu_ids", ""))
+    if not isinstance(chosen, str) or chosen == "all":
+        return 0
+    return len([entry for entry in chosen.split(",") if entry.strip()])
 
 
-@rule("AF603", pains=("P25",))
-def checkpointing_twice(subject: Subject) -> Iterator[Finding]:
-    """Activation checkpointing in the YAML and in the arguments, which TRL sets by default: Trainer stops.
-
-    train/sft.py takes the right one of the two.
-    """
-    twice = subject.arg_on("gradient_checkpointing", "activation_checkpointing")
-    if subject.is_fsdp and subject.on("fsdp_activation_checkpointing") and twice and not subject.uses_sft:
-        yield Finding(
-            "fsdp_config.fsdp_activation_checkpointing",
-            "activation checkpointing is on twice",
-            "Trainer stops: can't both be set to True",
-            "turn one off; with LoRA this one",
-        )
+def _overruled(subject: Subject) -> Cases:
+    for (section, key), field in BY_NAME.items():
+        flag, value = subject.launcher.get(key), subject.section(section).get(key)
+        if key in MAY_DIFFER or not field.engines or None in (flag, value) or _is_same_value(flag, value):
+            continue
+        text = str(flag).lower() if isinstance(flag, bool) else flag
+        yield {"path": f"{section}.{key}".lstrip("."), "key": key, "flag": text, "value": value}
 
 
-@rule("AF604", pains=("P36", "P37"))
-def optimizer_cannot_step(subject: Subject) -> Iterator[Finding]:
-    """An optimizer (`--optim`) that can't work on the engine's parameters: the first step stops.
-
-    Adafactor and all of bitsandbytes' under FSDP2, GaLore and APOLLO under FSDP1, layerwise ones in several processes.
-    """
-    names = combinations.names_about("optimizer", "stops")
-    yield from combined(subject, "fsdp_config.fsdp_version" if subject.is_fsdp else "distributed_type", *names)
+def _is_same_value(flag: object, value: object) -> bool:
+    texts = str(flag).lower(), str(value).lower()
+    return texts[0] == texts[1] or any(texts[0] in words and texts[1] in words for words in (TRUE_WORDS, FALSE_WORDS))
 
 
-@rule("AF605", pains=("P36", "P37"))
-def optimizer_cannot_be_saved(subject: Subject) -> Iterator[Finding]:
-    """An optimizer (`--optim`) whose state the engine can't gather: the first checkpoint stops the run.
-
-    Adafactor, all of bitsandbytes' and torchao's under FSDP1, Adagrad, GaLore and GrokAdamW under FSDP2. Not with
-    `--save_only_model`.
-    """
-    if str(subject.arg("save_strategy")).lower() != "no":
-        names = combinations.names_about("optimizer", "stops when it saves")
-        yield from combined(subject, "fsdp_config.fsdp_version", *names)
+def _several(subject: Subject) -> int:
+    """The number of machines whose processes connect to one another; 0 for a single machine."""
+    total = subject.number("num_machines")
+    return total if total > 1 and subject.engine is not Engine.NONE else 0
 
 
-@rule("AF606", "warning", pains=("P81",))
-def precision_differs(subject: Subject) -> Iterator[Finding]:
-    """`--bf16` or `--fp16` beside a different `mixed_precision` in the YAML: the argument wins."""
-    precision = next((name for name in ("bf16", "fp16") if subject.arg_on(name)), None)
-    written = subject.values.get("mixed_precision")
-    if precision and written is not None and str(written).lower() != precision:
-        yield Finding(
-            "mixed_precision",
-            f"--{precision} wins over mixed_precision: {written}",
-            "the file doesn't say what is trained",
-            f"mixed_precision: {precision}, or drop --{precision}",
-        )
+def _own_address(subject: Subject) -> Cases:
+    address = str(subject.values.get("main_process_ip") or "").strip()
+    is_own = HERE_ONLY.fullmatch(address) and subject.values.get("distributed_type") != MULTI_CPU
+    return {"address": address, "machines": _several(subject)} if _several(subject) and is_own else None
 
 
-@rule("AF607", pains=("P51",))
-def fsdp_in_the_arguments(subject: Subject) -> Iterator[Finding]:
-    """`--fsdp` or `--fsdp_config` beside an FSDP YAML.
-
-    The arguments win and most of the YAML is ignored, but leftovers leak: offload stays on, the state dict becomes
-    FULL. The keys have other names in the arguments (`cpu_offload`), and unknown keys are dropped.
-    """
-    if subject.is_fsdp and (subject.arg("fsdp") or subject.arg("fsdp_config")):
-        yield Finding(
-            "fsdp_config", "the arguments set FSDP too", "most of this file is ignored", "drop --fsdp and --fsdp_config"
-        )
+def _odd_address(subject: Subject) -> Cases:
+    """A placeholder such as HOST or 192.168.x.x is a warning, a plain number, as in Accelerate's templates, a note."""
+    address = str(subject.values.get("main_process_ip") or "").strip()
+    bare = address.strip("[]").partition("%")[0]  # [fe80::1%eth0]
+    problem = machines.address_problem(bare) if address else ""
+    if not _several(subject) or HERE_ONLY.fullmatch(address) or not (problem or machines.is_placeholder(bare)):
+        return None
+    return {"address": address, "severity": "note" if address.isdecimal() else None if problem else "warning"}
 
 
-@rule("AF608", pains=("P78",))
-def model_only_checkpoints(subject: Subject) -> Iterator[Finding]:
-    """`--save_only_model` under FSDP with SHARDED_STATE_DICT, or with `--load_best_model_at_end`: Trainer stops."""
-    best = subject.arg_on("load_best_model_at_end")
-    if subject.is_fsdp and subject.arg_on("save_only_model") and (best or subject.sharded_state_dict):
-        yield Finding(
-            "distributed_type" if best else "fsdp_config.fsdp_state_dict_type",
-            f"--save_only_model {'excludes --load_best_model_at_end' if best else 'needs FULL_STATE_DICT'}",
-            "Trainer stops",
-            "drop --save_only_model",
-        )
+def _any_port(subject: Subject) -> Cases:
+    port = subject.values.get("main_process_port")
+    return {"machines": _several(subject)} if _several(subject) and port == 0 and port is not False else None
 
 
-@rule("AF609", pains=("P61",))
-def generating_under_fsdp1(subject: Subject) -> Iterator[Finding]:
-    """`--predict_with_generate` under FSDP1: "'weight' must be 2-D"."""
-    yield from combined(subject, "fsdp_config.fsdp_version", "generate-fsdp1")
+def _gpu_twice(subject: Subject) -> Cases:
+    """CUDA then shows no GPU; after a negative number only those before it."""
+    chosen = subject.values.get("gpu_ids")
+    if not isinstance(chosen, str) or subject.engine is Engine.TPU:
+        return None
+    numbers = [word.strip() for word in chosen.split(",")]
+    repeated = [number for index, number in enumerate(numbers) if number in numbers[:index] and number]
+    below_zero = [number for number in numbers if number.startswith("-")]
+    what = f"{repeated[0]} twice" if repeated else below_zero[0] if below_zero else ""
+    effect = "no GPU at all" if repeated else "the GPUs before it only"
+    return {"ids": chosen, "what": what, "effect": effect} if what else None
 
 
-@rule("AF610", pains=("P85",))
-def dora_under_fsdp1(subject: Subject) -> Iterator[Finding]:
-    """`--use_dora` under FSDP1: "IndexError: tuple index out of range"; or with `--expert_parallel_size`.
-
-    transformers then shards the model, and the first step stops: "got mixed torch.Tensor and DTensor".
-    """
-    yield from combined(subject, "fsdp_config.fsdp_version", "dora-fsdp1", "dora-mesh")
+def _alone(subject: Subject) -> Cases:
+    number = subject.number("num_processes")
+    if not subject.is_alone or number < 2 or subject.launcher.get("num_processes"):
+        return None
+    return {"word": subject.spelt("distributed_type", "NO"), "number": number}
 
 
-@rule("AF611", pains=("P35",))
-def eight_bit_base(subject: Subject) -> Iterator[Finding]:
-    """`--load_in_8bit`, or a model in 8 bits (`--model`), under FSDP1: int8 can't be flattened with 16-bit weights."""
-    yield from combined(subject, "distributed_type", "eight-bit-fsdp1")
-
-
-@rule("AF612", "warning", pains=("P33", "P34"))
-def four_bit_storage(subject: Subject) -> Iterator[Finding]:
-    """`--load_in_4bit` under FSDP with the default storage, uint8.
-
-    FSDP1 stops; FSDP2 leaves the 4-bit base unsharded, a full copy on each GPU. The storage must be a floating type,
-    and the same as `mixed_precision`.
-    """
-    storage = str(subject.arg("bnb_4bit_quant_storage") or "uint8")
-    dtype = TORCH_DTYPES.get(str(subject.top("mixed_precision")))
-    if subject.is_fsdp and subject.arg_on("load_in_4bit") and storage != dtype:
-        yield Finding(
-            "mixed_precision",
-            f"4-bit weights stored as {storage}",
-            "they are not sharded, or FSDP stops",
-            f"--bnb_4bit_quant_storage {dtype}",
-        )
-
-
-@rule("AF613", "warning", pains=("P14",))
-def pure_low_precision(subject: Subject) -> Iterator[Finding]:
-    """Full training of 16-bit weights without mixed precision: weights, gradients and moments stay in 16 bits.
-
-    `--dtype` says so, or under FSDP the checkpoint (`--model`, `--args`), whose dtype transformers loads and nothing
-    casts. train/sft.py loads float32 from such a checkpoint; most scripts don't.
-    """
-    is_off = subject.top("mixed_precision") in ("no", False, None) and not subject.arg_on("bf16", "fp16")
-    dtype = subject.asked_dtype
-    is_stated = dtype != "auto" or (subject.is_fsdp and subject.trains_everything)
-    if is_off and is_stated and subject.load_dtype in LOW_DTYPES and not subject.uses_adapter:
-        yield Finding(
-            "mixed_precision",
-            f"{f'a checkpoint in {subject.load_dtype}' if dtype == 'auto' else f'--dtype {dtype}'} "
-            "without mixed precision has no float32 master weights",
-            f"small updates are lost to rounding{UNLESS_SFT if dtype == 'auto' else ''}",
-            "mixed_precision: bf16, or --dtype float32",
-        )
-
-
-@rule("AF614", pains=("P31",))
-def accumulation_with_offload(subject: Subject) -> Iterator[Finding]:
-    """FSDP1 with CPU offload, gradient accumulation and `sync_each_batch`: each micro-batch replaces the gradient."""
-    steps = str(subject.arg("gradient_accumulation_steps") or 1)
-    syncs = "sync_each_batch" in str(subject.arg("accelerator_config"))
-    if subject.engine is Engine.FSDP1 and subject.on("fsdp_offload_params") and steps != "1" and syncs:
-        yield Finding(
-            "fsdp_config.fsdp_offload_params",
-            "offload and sync_each_batch lose gradients",
-            "each micro-batch replaces the one before",
-            "fsdp_version: 2, or no sync_each_batch",
-        )
-
-
-@rule("AF630", pains=("P99",))
-def labels_not_shifted(subject: Subject) -> Iterator[Finding]:
-    """`--label_smoothing_factor` in full training under FSDP2: the model learns to repeat its input.
-
-    FSDP2 renames the model's class, so Trainer no longer recognises a causal language model, and compares each token's
-    logits with that token instead of the next. The logged loss looks better, and there is no warning. train/sft.py
-    shifts the labels; other scripts don't.
-    """
-    yield from combined(subject, "fsdp_config.fsdp_version", "label-smoothing-fsdp2")
+ROWS = (
+    Row(
+        "AF401", "error", "num_processes", "num_processes{value}", "accelerate launch stops without --num_processes",
+        "num_processes: {number}", _no_processes, seen="launcher",
+    ),
+    Row(
+        "AF402", "error", "num_processes", "{processes} processes don't divide by {machines} machines",
+        "each machine starts {each}", "num_processes: {number}", _remainder, seen="P44 launcher accelerate#2818",
+    ),
+    Row(
+        "AF403", "warning", "num_machines", "{machines} machines and no main_process_ip",
+        f"under accelerate launch they wait at None:{DEFAULT_PORT}",
+        "main_process_ip: the address of machine 0; accel-fsdp launch takes it and the machine's number from "
+        f"{listed(LAUNCH_PLACES, 'and')}, and accel-fsdp script writes their job files", _no_address,
+        seen="P46 launcher",
+    ),
+    Row(
+        "AF404", "note", "machine_rank", "machine_rank is the same on every machine that has this file",
+        "the job hangs when two machines have one number",
+        "launch with --machine_rank N, unless each machine has its own file",
+        lambda s: s.number("num_machines") > 1 and "machine_rank" in s.values, seen="P45 accelerate#1645",
+    ),
+    Row(
+        "AF405", "warning", "use_cpu", "use_cpu does not reach the ranks under {kind}", "it has no effect",
+        "use_cpu: false; train/sft.py detects it",
+        lambda s: {"kind": s.values.get("distributed_type")} if s.values.get("use_cpu") is True
+        and s.engine is not Engine.NONE and s.values.get("distributed_type") != MULTI_CPU else None,
+        (Edit("", "use_cpu", False),), seen="P83 launcher",
+    ),
+    Row("AF407", "error", "{key}", "{key}: {value}", "nothing runs", "{key}: 1 or more", _too_few, seen="launcher"),
+    Row(
+        "AF408", "warning", "distributed_type", "{starter} does not read this file", "nothing is sharded",
+        "accelerate launch --config_file FILE SCRIPT ...", _starter, seen="P50 ms-swift#9980",
+    ),
+    Row(
+        "AF409", "error", "distributed_type", "--{flag} overrides distributed_type: FSDP",
+        "FSDP is not used and every GPU holds the whole model", "drop --{flag}",
+        lambda s: [{"flag": flag} for flag in OTHER_ENGINES if s.is_fsdp and s.started_with(flag)],
+        seen="P08 P41 launcher",
+    ),
+    Row(
+        "AF409", "error", "parallelism_config", "--use_fsdp drops parallelism_config", "the mesh is not built",
+        "drop --use_fsdp", lambda s: s.started_with("use_fsdp") and bool(s.section("parallelism_config")),
+    ),
+    Row(
+        "AF411", "error", "machine_rank", "machine_rank: {rank} of {machines}",
+        "they wait for a machine with another rank",
+        "0 to {last}, one for each: --machine_rank N", lambda s: _other_rank(s, alone=False), seen="torchrun",
+    ),
+    Row(
+        "AF411", "warning", "machine_rank", "machine_rank: {rank} of {machines}", "this machine trains alone",
+        "num_machines: all that take part, or machine_rank: 0", lambda s: _other_rank(s, alone=True),
+    ),
+    Row(
+        "AF413", "error", "gpu_ids", "gpu_ids: {ids} and {processes} on each machine", "{why}",
+        "gpu_ids: all, or as many ids as processes", _few_ids, seen="P47 launcher ViewDiff#24",
+    ),
+    Row(
+        "AF414", "warning", "{path}", "--{key} {flag} wins over {key}: {value}", "the file doesn't say what is trained",
+        "drop --{key}, or write its value here", _overruled, seen="launcher",
+    ),
+    Row(
+        "AF415", "error", "main_process_ip", "main_process_ip: {address} and {machines} machines",
+        "every machine finds itself under it, and all wait",
+        "main_process_ip: an address of machine 0 that the others reach", _own_address, seen="P45 accelerate#2816",
+    ),
+    Row(
+        "AF415", "error", "main_process_ip", "main_process_ip: {address} is not an address",
+        "no machine of that name is found, and all wait",
+        "main_process_ip: 10.0.0.1 or a host's name, without http:// and port", _odd_address,
+    ),
+    Row(
+        "AF415", "error", "main_process_port", "main_process_port: 0 and {machines} machines",
+        "each machine takes another free port, and all wait", f"main_process_port: {DEFAULT_PORT}, the same on all",
+        _any_port,
+    ),
+    Row(
+        "AF416", "error", "gpu_ids", "gpu_ids: {ids} names {what}", "CUDA offers {effect}",
+        "gpu_ids: each GPU once, or all",
+        _gpu_twice, seen="P48 cuda",
+    ),
+    Row(
+        "AF417", "note", "num_processes", "distributed_type: {word} starts one process, not {number}",
+        "the other GPUs stay idle", "num_processes: 1, or distributed_type: FSDP or MULTI_GPU for all of them", _alone,
+        seen="launcher",
+    ),
+)  # fmt: skip

@@ -1,96 +1,53 @@
 """Rules about the model (`--model`) and its number formats."""
 
-from collections.abc import Iterator
-
-from accel_fsdp.config import TORCH_DTYPES, Engine
-from accel_fsdp.job import clashes
-from accel_fsdp.linter.rules.engine import Finding, Subject, combined, rule
+from accel_fsdp.config import LOW_DTYPES, TORCH_DTYPES, Edit, Engine
+from accel_fsdp.errors import did_you_mean
+from accel_fsdp.job import UNLESS_SFT, clashes
+from accel_fsdp.linter.rules.engine import Cases, Row, combined
+from accel_fsdp.linter.rules.fsdp import POLICY, VERSION
+from accel_fsdp.linter.rules.subject import Subject
 
 NAMES = "fsdp_config.fsdp_transformer_layer_cls_to_wrap"
-POLICY = "fsdp_config.fsdp_auto_wrap_policy"
+RAM_LOADING = "fsdp_config.fsdp_cpu_ram_efficient_loading"
+NOT_FOUND = "Accelerate stops: Could not find the transformer layer class"
 
 
-@rule("AF320", pains=("P84",))
-def fsdp_block_on_tpu(subject: Subject) -> Iterator[Finding]:
-    """An `fsdp_config` without `xla: true` under `distributed_type: XLA`.
-
-    Accelerate ignores it there; the xla keys are for the training script, which passes them to Trainer.
-    """
-    if subject.engine is Engine.TPU and subject.section("fsdp_config") and not subject.on("fsdp_xla"):
-        yield Finding(
-            "fsdp_config",
-            "on TPU nothing reads fsdp_config",
-            "every core holds the whole model",
-            "the xla keys of --fsdp_config in TrainingArguments",
-        )
+def _classes(subject: Subject) -> str:
+    """The model's layer classes, as the file names them."""
+    return ",".join(layer.name for layer in subject.model.wrap_classes) if subject.model else ""
 
 
-@rule("AF321", pains=("P86",))
-def fp8_with_fsdp(subject: Subject) -> Iterator[Finding]:
-    """FP8 by torchao with `fsdp_cpu_ram_efficient_loading`: Accelerate stops under FSDP."""
-    section = subject.values.get("fp8_config")
-    if not subject.is_fsdp or subject.top("mixed_precision") != "fp8" or not isinstance(section, dict):
-        return
-    backend = str(section.get("fp8_backend", section.get("backend"))).upper()
-    if backend == "AO" and subject.on("fsdp_cpu_ram_efficient_loading"):
-        yield Finding(
-            "fsdp_config.fsdp_cpu_ram_efficient_loading",
-            "torchao's FP8 and RAM-efficient loading exclude each other",
-            "Accelerate stops",
-            "fsdp_cpu_ram_efficient_loading: false",
-        )
+def _absent_class(subject: Subject) -> Cases:
+    model, classes = subject.model, _classes(subject)
+    if model is None or not subject.is_fsdp:
+        return None
+    edits = (Edit("fsdp_config", "fsdp_transformer_layer_cls_to_wrap", classes),) if classes else ()
+    return [
+        {"model": model.name, "name": name, "hint": did_you_mean(name, model.classes), "classes": classes or "NAME"}
+        | {"edits": edits}
+        for name in subject.layer_classes
+        if name not in model.classes
+    ]
 
 
-@rule("AF503", pains=("P10", "P11"))
-def declared_classes(subject: Subject) -> Iterator[Finding]:
-    """No layer class in the file, and the model's (`--model`) `_no_split_modules` names a missing class, or none.
-
-    For a missing class Accelerate stops: "Could not find the transformer layer class". Without a name, which is a
-    warning, no layer becomes a unit.
-    """
+def _declared(subject: Subject, some: bool) -> Cases:
+    """The model's own `_no_split_modules`, used where the file names no class: `some` are absent, or there are none."""
     model, takes_declared = subject.model, not subject.has("fsdp_transformer_layer_cls_to_wrap")
     wraps = subject.is_fsdp and subject.wrap_policy == "TRANSFORMER_BASED_WRAP"
     if not (model and wraps and takes_declared) or model.declared_classes is None:
-        return
+        return None
     absent = sorted(name for name in model.declared_classes if name not in model.classes)
-    if absent or not model.declared_classes:
-        yield Finding(
-            POLICY,
-            f"{model.name} names "
-            + (f"{', '.join(absent)} as its layers and has none" if absent else "no layer class"),
-            "Accelerate stops: Could not find the transformer layer class"
-            if absent
-            else "no layer becomes a unit and every rank gathers the whole model, silently",
-            f"fsdp_transformer_layer_cls_to_wrap: {','.join(layer.name for layer in model.wrap_classes) or 'NAME'}",
-            milder=None if absent else "warning",
-        )
+    words = {"model": model.name, "names": ", ".join(absent), "classes": _classes(subject) or "NAME"}
+    return words if (absent if some else not model.declared_classes) else None
 
 
-@rule("AF513")
-def embeddings_under_fsdp2(subject: Subject) -> Iterator[Finding]:
-    """FSDP2 and a model (`--model`) for whose input embedding and head Accelerate 1.14 or later can't make units.
-
-    The model names no input embedding, such as CLIP and Wav2Vec2, or the weights are also in other modules, as in T5,
-    BART and BERT's masked language model. PyTorch before 2.13 accepts the second case.
-    """
-    if not subject.older("accelerate", "1.14"):
-        yield from combined(subject, "fsdp_config.fsdp_version", "no-embedding-fsdp2")
-        if not subject.older("torch", "2.13"):
-            yield from combined(subject, "fsdp_config.fsdp_version", "shared-embedding-fsdp2")
+def _embedding_units(subject: Subject, name: str) -> bool:
+    """Accelerate 1.14 or later makes units of embedding and head; PyTorch before 2.13 accepts shared ones."""
+    is_accepted = name == "shared-embedding-fsdp2" and subject.older("torch", "2.13")
+    return not subject.older("accelerate", "1.14") and not is_accepted
 
 
-@rule("AF515")
-def scalars_under_fsdp1(subject: Subject) -> Iterator[Finding]:
-    """FSDP1 and a model (`--model`) with a parameter without a dimension, such as CLIP's `logit_scale`."""
-    yield from combined(subject, "fsdp_config.fsdp_version", "scalars-fsdp1")
-
-
-@rule("AF514")
-def unit_around_the_embedding(subject: Subject) -> Iterator[Finding]:
-    """FSDP2 and a layer class, given or declared by the model (`--model`), that holds the input embedding.
-
-    Accelerate 1.14 or later makes a unit of the embedding after those of the layer classes, and stops.
-    """
+def _holds_embedding(subject: Subject) -> Cases:
     model = subject.model
     wraps = subject.engine is Engine.FSDP2 and subject.wrap_policy == "TRANSFORMER_BASED_WRAP"
     if model is None or not wraps or subject.older("accelerate", "1.14"):
@@ -98,95 +55,114 @@ def unit_around_the_embedding(subject: Subject) -> Iterator[Finding]:
     names = subject.layer_classes or model.declared_classes or ()
     for name in sorted(model.embedding_parents.intersection(names)):
         kept = [class_name for class_name in names if class_name not in model.embedding_parents]
-        kept = kept or [layer.name for layer in model.wrap_classes]
-        yield Finding(
-            NAMES,
-            f"{name} holds the input embedding, of which Accelerate makes a unit itself",
-            "prepare stops: TypeError: Invariant encountered: value was None when it should not be",
-            f"fsdp_transformer_layer_cls_to_wrap: {','.join(kept) or 'NAME'}",
-        )
+        yield {"name": name, "classes": ",".join(kept) or _classes(subject) or "NAME"}
 
 
-@rule("AF505", "warning", pains=("P32",))
-def mixed_dtypes_in_a_unit(subject: Subject) -> Iterator[Finding]:
-    """A model that keeps some parameters in float32 while the rest loads in 16 bits.
-
-    FSDP1 flattens a unit into one tensor and stops with "Must flatten tensors with uniform dtype"; FSDP2 without mixed
-    precision stops too. Needs `--model`.
-    """
+def _mixed_dtypes(subject: Subject) -> Cases:
     if subject.model is None or not subject.is_fsdp or (subject.engine is Engine.FSDP2 and subject.mixed):
-        return
+        return None
     module = {"bfloat16": subject.model.kept_bf16, "float16": subject.model.kept_fp16}.get(subject.load_dtype, "")
-    if module:
-        yield Finding(
-            "mixed_precision",
-            f"{module} stays float32 beside {subject.load_dtype} weights",
-            "FSDP stops: a unit needs one dtype, unless the script loads float32",
-            "--dtype float32, or fsdp_version: 2 with mixed_precision: bf16",
-        )
+    return {"module": module, "dtype": subject.load_dtype} if module else None
 
 
-@rule("AF506", pains=("P74",))
-def tied_but_different(subject: Subject) -> Iterator[Finding]:
-    """The config ties the embeddings, but the weights hold two different ones.
-
-    transformers leaves them untied, RAM-efficient loading ties them again, and FSDP2 stops with "mapping failed". Needs
-    `--model`.
-    """
+def _tied_apart(subject: Subject) -> bool:
     apart = subject.model is not None and subject.model.tied_apart
-    if subject.engine is Engine.FSDP2 and apart and subject.on("fsdp_cpu_ram_efficient_loading"):
-        yield Finding(
-            "fsdp_config.fsdp_cpu_ram_efficient_loading",
-            "the model's config ties embeddings that differ in its weights",
-            "Accelerate stops: FSDP2 mapping failed",
-            "tie_word_embeddings: false in the model's config.json",
-        )
+    return subject.engine is Engine.FSDP2 and apart and subject.on("fsdp_cpu_ram_efficient_loading")
 
 
-@rule("AF507", "warning", pains=("P58",))
-def unit_per_expert(subject: Subject) -> Iterator[Finding]:
-    """The class of a single expert among the layer classes.
-
-    Ranks whose tokens choose different experts then gather different units, and the job hangs. Needs `--model`.
-    """
+def _expert_units(subject: Subject) -> Cases:
     experts = subject.model.expert_classes if subject.model and subject.is_fsdp else frozenset()
-    for name in sorted(experts.intersection(subject.layer_classes)):
-        yield Finding(
-            NAMES, f"{name} is one expert", "ranks gather different units and hang", "name the decoder layer only"
-        )
+    return [{"name": name} for name in sorted(experts.intersection(subject.layer_classes))]
 
 
-@rule("AF509", "warning", pains=("P33", "P34"))
-def quantized_storage(subject: Subject) -> Iterator[Finding]:
-    """A 4-bit checkpoint (`--model`) whose storage is not the floating dtype of `mixed_precision`.
-
-    With integers FSDP1 stops and FSDP2 leaves the base unsharded; with another floating dtype FSDP2 casts the packed
-    bytes as if they were numbers.
-    """
-    if subject.model is None or subject.model.quantized != 4 or not subject.is_fsdp:
-        return
-    dtype = TORCH_DTYPES.get(str(subject.top("mixed_precision")))
-    if subject.model.quant_storage != dtype:
-        yield Finding(
-            "mixed_precision",
-            f"{subject.model.name} stores 4-bit weights as {subject.model.quant_storage}",
-            "they are not sharded, or FSDP stops, or casts them as numbers",
-            f"quantise it with bnb_4bit_quant_storage {dtype}",
-        )
+def storage_dtype(subject: Subject) -> str | None:
+    """The dtype in which 4-bit weights are sharded: that of mixed precision, which is bfloat16 for fp8."""
+    precision = str(subject.top("mixed_precision"))
+    return "bfloat16" if precision == "fp8" else TORCH_DTYPES.get(precision)
 
 
-@rule("AF512")
-def quantised_weights(subject: Subject) -> Iterator[Finding]:
-    """A model (`--model`) whose weights are quantised, as by GPTQ or AWQ, with full training (`--args`), or QLoRA.
+def _storage(subject: Subject) -> Cases:
+    model, dtype = subject.model, storage_dtype(subject)
+    if model is None or model.quantized != 4 or not subject.is_fsdp or model.quant_storage == dtype:
+        return None
+    return {"model": model.name, "stored": model.quant_storage, "dtype": dtype}
 
-    Trainer trains only adapters on them, and not on all kinds. Without `--args` it is a warning.
-    """
+
+def _quantised(subject: Subject) -> Cases:
+    """A warning without arguments, which may ask for an adapter."""
     for clash in clashes(subject.job):
         if clash.parts == ("base",) and subject.model is not None:
-            yield Finding(
-                "distributed_type",
-                f"{subject.model.name} is quantised ({subject.model.quant_method}): {clash.what}",
-                clash.why,
-                clash.fix,
-                milder=None if subject.args is not None else "warning",
-            )
+            words = {"model": subject.model.name, "method": subject.model.quant_method, "what": clash.what}
+            severity = None if subject.args is not None else "warning"
+            yield words | {"why": clash.why, "fix": clash.fix, "severity": severity}
+
+
+def _low_precision(subject: Subject) -> Cases:
+    """Arguments may ask for 16 bits, or a 16-bit checkpoint, of which only train/sft.py loads float32."""
+    is_off = subject.top("mixed_precision") in ("no", False, None) and not subject.arg_on("bf16", "fp16")
+    dtype, auto = subject.asked_dtype, subject.asked_dtype == "auto"
+    is_stated = not auto or (subject.is_fsdp and subject.trains_everything and not subject.uses_sft)
+    if not is_off or not is_stated or subject.load_dtype not in LOW_DTYPES or subject.uses_adapter:
+        return None
+    weights = f"a checkpoint in {subject.load_dtype}" if auto else f"--dtype {dtype}"
+    return {"weights": weights, "unless": UNLESS_SFT if auto else ""}
+
+
+ROWS = (
+    Row(
+        "AF501", "error", NAMES, "{model} has no {name}.{hint}", NOT_FOUND,
+        "fsdp_transformer_layer_cls_to_wrap: {classes}", _absent_class, seen="P10 P65 plugin",
+    ),
+    Row(
+        "AF503", "error", POLICY, "{model} names {names} as its layers and has none", NOT_FOUND,
+        "fsdp_transformer_layer_cls_to_wrap: {classes}", lambda s: _declared(s, some=True), seen="P10 plugin",
+    ),
+    Row(
+        "AF503", "warning", POLICY, "{model} names no layer class",
+        "no layer becomes a unit and every rank gathers the whole model, silently",
+        "fsdp_transformer_layer_cls_to_wrap: {classes}", lambda s: _declared(s, some=False), seen="P11 plugin ranks",
+    ),
+    Row(
+        "AF505", "warning", "mixed_precision", "{module} stays float32 beside {dtype} weights",
+        "FSDP stops: a unit needs one dtype, unless the script loads float32",
+        "--dtype float32, or fsdp_version: 2 with mixed_precision: bf16", _mixed_dtypes, seen="P32 ranks",
+    ),
+    Row(
+        "AF506", "error", RAM_LOADING, "the model's config ties embeddings that differ in its weights",
+        "Accelerate stops: FSDP2 mapping failed", "tie_word_embeddings: false in the model's config.json", _tied_apart,
+        seen="P74 accelerate#3870",
+    ),
+    Row(
+        "AF507", "warning", NAMES, "{name} is one expert", "ranks gather different units and hang",
+        "name the decoder layer only", _expert_units, seen="P58 pytorch#126616",
+    ),
+    Row(
+        "AF509", "warning", "mixed_precision", "{model} stores 4-bit weights as {stored}",
+        "they are not sharded, or FSDP stops, or casts them as numbers",
+        "quantise it with bnb_4bit_quant_storage {dtype}",
+        _storage, seen="P33 P34 accelerate#3983",
+    ),
+    Row(
+        "AF512", "error", "distributed_type", "{model} is quantised ({method}): {what}", "{why}", "{fix}", _quantised,
+        seen="transformers.HfQuantizer", of=("quantised-full", "quantised-adapter", "quantised-twice"),
+    ),
+    combined(
+        "AF513", "error", VERSION, "no-embedding-fsdp2", seen="ranks",
+        only=lambda s: _embedding_units(s, "no-embedding-fsdp2"),
+    ),
+    combined(
+        "AF513", "error", VERSION, "shared-embedding-fsdp2", seen="accelerate#4171",
+        only=lambda s: _embedding_units(s, "shared-embedding-fsdp2"),
+    ),
+    Row(
+        "AF514", "error", NAMES, "{name} holds the input embedding, of which Accelerate makes a unit itself",
+        "prepare stops: TypeError: Invariant encountered: value was None when it should not be",
+        "fsdp_transformer_layer_cls_to_wrap: {classes}", _holds_embedding, seen="ranks",
+    ),
+    combined("AF515", "error", VERSION, "scalars-fsdp1", seen="ranks"),
+    Row(
+        "AF613", "warning", "mixed_precision", "{weights} without mixed precision has no float32 master weights",
+        "small updates are lost to rounding{unless}", "mixed_precision: bf16, or --dtype float32", _low_precision,
+        seen="P14 ranks",
+    ),
+)  # fmt: skip

@@ -7,7 +7,8 @@ import ast
 import re
 from collections.abc import Iterator
 
-from accel_fsdp.linter.rules.engine import Finding, Subject, rule
+from accel_fsdp.linter.rules.engine import Cases, Row
+from accel_fsdp.linter.rules.subject import Subject
 
 RANK_WORDS = ("is_main_process", "is_local_main_process", "is_world_process_zero", "is_local_process_zero")
 RANKS = {"rank", "local_rank", "global_rank", "get_rank", "process_index", "local_process_index", "RANK", "LOCAL_RANK"}
@@ -94,58 +95,39 @@ def is_wrapped(subject: Subject, call: ast.Call) -> bool:
     return unwrapped or receiver(call) in wrapped_names(subject)
 
 
-@rule("AF901", "warning", pains=("P03",))
-def save_model_does_nothing(subject: Subject) -> Iterator[Finding]:
-    """`trainer.save_model()` with SHARDED_STATE_DICT in a script that gathers nowhere: it writes no model."""
+def _at(subject: Subject, call: ast.Call) -> dict[str, str]:
+    """The line of the script, and the name of what it calls."""
+    return {"line_of_script": f"{subject.script.name if subject.script else ''}:{call.lineno}", "call": name_of(call)}
+
+
+def _writes_nothing(subject: Subject) -> Cases:
+    """In a script that gathers nowhere."""
     gathers = calls(subject, "set_state_dict_type", "get_state_dict", "get_model_state_dict", "merge_fsdp_weights")
-    trainer_names = trainers(subject)
-    if subject.sharded_state_dict and not gathers:
-        for call in (call for call in calls(subject, "save_model") if on_trainer(call, trainer_names)):
-            yield subject.at(
-                call,
-                "save_model writes nothing under SHARDED_STATE_DICT",
-                "training ends silently without a model",
-                "trainer.accelerator.state.fsdp_plugin.set_state_dict_type('FULL_STATE_DICT') before it",
-            )
+    if not subject.sharded_state_dict or gathers:
+        return []
+    names = trainers(subject)
+    return [_at(subject, call) for call in calls(subject, "save_model") if on_trainer(call, names)]
 
 
-@rule("AF902", "warning", pains=("P18",))
-def shard_saved_as_model(subject: Subject) -> Iterator[Finding]:
-    """`save_pretrained` on the unwrapped model without `state_dict`: FSDP1 writes shards as if they were weights.
-
-    FSDP2 stops with "invalid python storage".
-    """
-    for call in calls(subject, "save_pretrained"):
-        if is_wrapped(subject, call) and all(argument.arg not in ("state_dict", None) for argument in call.keywords):
-            yield subject.at(
-                call,
-                "save_pretrained without state_dict",
-                "FSDP1 writes one rank's shards as the model, FSDP2 stops",
-                "state_dict=accelerator.get_state_dict(model), computed on all ranks",
-            )
+def _saves_shards(subject: Subject) -> Cases:
+    return [
+        _at(subject, call)
+        for call in calls(subject, "save_pretrained")
+        if is_wrapped(subject, call) and all(argument.arg not in ("state_dict", None) for argument in call.keywords)
+    ]
 
 
-@rule("AF903", "warning", pains=("P19",))
-def gathering_on_one_rank(subject: Subject) -> Iterator[Finding]:
-    """A gathering save on one rank: the other ranks never join, and the job hangs.
-
-    Found below conditions such as `if ...is_main_process` and `if rank == 0`, and in the `else` of `if not
-    ...is_main_process`.
-    """
+def _on_one_rank(subject: Subject) -> Cases:
+    """Trainer.save_state writes a small JSON on rank 0; a bare save_model is a function of the script's own."""
     statements = [part for node in nodes(subject) if isinstance(node, ast.If) for part in _statements_of_rank_0(node)]
-    trainer_names, gathered = trainers(subject), set()
+    names, gathered = trainers(subject), set()
     for call in (call for part in statements for call in ast.walk(part)):
-        gathers = isinstance(call, ast.Call) and name_of(call) in GATHERING and call not in gathered
-        if not gathers or not isinstance(call, ast.Call):
+        if not isinstance(call, ast.Call) or name_of(call) not in GATHERING or call in gathered:
             continue
         gathered.add(call)
-        if name_of(call) == "save_state" and on_trainer(call, trainer_names):
-            continue  # Trainer.save_state writes a small JSON on rank 0
-        if name_of(call) == "save_model" and not receiver(call):
-            continue  # a function of the script's own
-        yield subject.at(
-            call, f"{name_of(call)} on one rank only", "it gathers from all ranks and hangs", "call it on all"
-        )
+        is_small = name_of(call) == "save_state" and on_trainer(call, names)
+        if not is_small and not (name_of(call) == "save_model" and not receiver(call)):
+            yield _at(subject, call)
 
 
 def _statements_of_rank_0(node: ast.If) -> list[ast.stmt]:
@@ -165,3 +147,22 @@ def _is_rank_0(test: ast.expr, operator: type[ast.cmpop]) -> bool:
     text = ast.unparse(test)
     plain = isinstance(test, ast.Name | ast.Attribute | ast.Call)
     return operator is ast.Eq and plain and any(word in text for word in RANK_WORDS)
+
+
+ROWS = (
+    Row(
+        "AF901", "warning", "", "{line_of_script}: save_model writes nothing under SHARDED_STATE_DICT",
+        "training ends silently without a model",
+        "trainer.accelerator.state.fsdp_plugin.set_state_dict_type('FULL_STATE_DICT') before it", _writes_nothing,
+        seen="P03 ranks transformers#30491",
+    ),
+    Row(
+        "AF902", "warning", "", "{line_of_script}: save_pretrained without state_dict",
+        "FSDP1 writes one rank's shards as the model, FSDP2 stops",
+        "state_dict=accelerator.get_state_dict(model), computed on all ranks", _saves_shards, seen="P18 ranks",
+    ),
+    Row(
+        "AF903", "warning", "", "{line_of_script}: {call} on one rank only", "it gathers from all ranks and hangs",
+        "call it on all", _on_one_rank, seen="P19 accelerate#2000",
+    ),
+)  # fmt: skip

@@ -1,120 +1,190 @@
-"""Rules about values that stop the launcher or its plugins, and about keys with two values."""
+"""Rules about values that stop the launcher or its plugins, or that mean something else than they seem to."""
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
-from accel_fsdp.config import DEFAULT_PORT, FALSE_WORDS, ROW_AXES, TRUE_WORDS, Edit, Engine, full_name, size_key
+from accel_fsdp.config import (
+    DEFAULT_PORT,
+    FALSE_WORDS,
+    MULTI_CPU,
+    NULL_IS_ABSENT,
+    ROW_AXES,
+    STRATEGIES,
+    TRUE_WORDS,
+    Edit,
+    Engine,
+    Field,
+    Kind,
+    size_key,
+)
+from accel_fsdp.errors import did_you_mean
 from accel_fsdp.job import from_arguments
-from accel_fsdp.linter.rules.engine import Finding, Subject, rule
-from accel_fsdp.linter.rules.keys import SECTIONS
+from accel_fsdp.linter.rules.engine import Cases, Row
+from accel_fsdp.linter.rules.keys import written
+from accel_fsdp.linter.rules.subject import Subject
 
 LARGEST_PORT = 65535
 READ_BY_TRUTH = ("debug", "tpu_use_cluster", "tpu_use_sudo")
 """Keys of the top level of which Accelerate's launcher asks whether there is a value, and not which one."""
+QUOTED = ("mixed_precision", "distributed_type", "dynamo_backend")
+"""Keys whose false, which is a bare no, is AF201's or AF208's."""
 DEEPSPEED_FILE_KEYS = (
     "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
     "offload_param_device", "offload_param_nvme_path", "offload_optimizer_nvme_path", "zero3_save_16bit_model",
 )  # fmt: skip
 """The keys of `deepspeed_config` that DeepSpeedPlugin refuses beside a `deepspeed_config_file`."""
+PLACES = {"beside": "is beside this YAML, not in the folder you launch from", "": "does not exist"}
+PATTERN = "fsdp_config.fsdp_ignored_modules"
 
 
-@rule("AF108")
-def two_spellings(subject: Subject) -> Iterator[Finding]:
-    """One key in two spellings, with the prefix and without: `offload_params` beside `fsdp_offload_params`.
+def _bare_no(subject: Subject) -> Cases:
+    for section, key, method in (("", "mixed_precision", "lower"), ("dynamo_config", "dynamo_backend", "upper")):
+        if subject.section(section).get(key) is False:
+            word = subject.spelt(key, "no", section)
+            words = {"path": f"{section}.{key}".lstrip("."), "key": key, "word": word, "method": method}
+            yield words | {"edits": (Edit(section, key, "no"),)}
 
-    Accelerate adds the prefix, and the last one in the file wins.
-    """
-    for section in SECTIONS:
-        content = subject.values.get(section)
-        if not isinstance(content, dict):
+
+def _bare_no_engine(subject: Subject) -> Cases:
+    """With `num_processes` Accelerate runs one process, as for 'NO'; it has no default of it for false."""
+    if subject.values.get("distributed_type") is not False:
+        return None
+    why = "it counts as 'NO' because num_processes is given"
+    why = "Accelerate stops: it asks for --num_processes" if subject.lacks_processes else why
+    severity = None if subject.lacks_processes else "warning"
+    return {"word": subject.spelt("distributed_type", "NO"), "why": why, "severity": severity}
+
+
+def _null(subject: Subject) -> Cases:
+    """In the keys of a mesh that the launcher hands on, and in sections where null isn't an absent key."""
+    for path, field, value in written(subject):
+        if value is not None or field.key == "dynamo_backend" or field.key in NULL_IS_ABSENT:
             continue
-        spellings: dict[str, tuple[str, Any]] = {}
-        for key, value in content.items():
-            name = full_name(section, str(key))
-            if name in spellings:
-                first, previous = spellings[name]
-                equal = previous == value and type(previous) is type(value)
-                yield Finding(
-                    f"{section}.{key}",
-                    f"{first} and {key} are one key, {'given twice' if equal else f'once {previous} and once {value}'}",
-                    f"the last one wins: {value}",
-                    f"remove {first}" if equal else "keep one of them",
-                    (Edit(section, first),) if equal else (),
-                    milder="warning" if equal else None,
-                )
-            spellings[name] = str(key), value
+        in_mesh = field.section == "parallelism_config" and _is_read_from_mesh(subject, field)
+        if in_mesh or field.section in ("fsdp_config", "dynamo_config"):
+            yield {"path": path, "key": field.key, "edits": (Edit(field.section, field.key),)}
 
 
-@rule("AF209", "warning")
-def what_counts_as_true(subject: Subject) -> Iterator[Finding]:
-    """`debug: "false"` in quotes, or `debug: 1000`: every value other than empty or 0 counts as true.
+def _is_read_from_mesh(subject: Subject, field: Field) -> bool:
+    """Whether the launcher passes a key of the mesh on to the ranks, so that null differs from a missing key.
 
-    Accelerate only checks whether the value is empty. Debugging slows down each collective.
+    It passes on sizes and backends under any engine for several GPUs, and other keys for an axis of more than one rank.
     """
+    engines = (Engine.FSDP1, Engine.FSDP2, Engine.DDP, Engine.DEEPSPEED)
+    axis = field.key.removeprefix("parallelism_config_").partition("_")[0]
+    is_detail = not field.key.endswith(("_size", "_backend"))
+    is_unread = field.default is None or (is_detail and subject.mesh.get(axis) == 1)
+    return subject.engine in engines and subject.values.get("distributed_type") != MULTI_CPU and not is_unread
+
+
+def _not_a_choice(subject: Subject) -> Cases:
+    for path, field, value in written(subject):
+        if field.kind is not Kind.CHOICE or value is None or (field.key in QUOTED and value is False):
+            continue
+        if field.takes(str(value)):
+            continue
+        suggestion = subject.fsdp_version if field.key == "fsdp_version" else ""
+        spelled = [choice for choice in field.choices if choice.lower() == str(value).lower()]
+        edits = tuple(Edit(field.section, field.key, kind) for kind in spelled if field.key == "distributed_type")
+        edits = (Edit(field.section, field.key, int(suggestion)),) if suggestion in field.choices else edits
+        words = {"path": path, "key": field.key, "value": value, "choices": ", ".join(field.choices), "edits": edits}
+        yield words | {"hint": did_you_mean(str(value), field.choices)}
+
+
+def _not_a_boolean(subject: Subject) -> Cases:
+    for path, field, value in written(subject):
+        if field.kind is Kind.BOOL and value is not None and str(value).lower() not in TRUE_WORDS + FALSE_WORDS:
+            is_strategy = subject.engine is Engine.FSDP2 and str(value).upper() in STRATEGIES.values()
+            if not field.section and (field.key != "use_cpu" or subject.engine is not Engine.NONE):
+                continue  # AF209, AF107
+            if field.key == "fsdp_reshard_after_forward" and (subject.engine is Engine.FSDP1 or is_strategy):
+                continue  # AF302, AF304
+            yield {"path": path, "key": field.key, "value": value}
+
+
+def _not_a_whole_number(subject: Subject) -> Cases:
+    """YAML 1.1 reads `1e8` as text and `1.0e+8` as a float."""
+    for path, field, value in written(subject):
+        if field.kind is not Kind.INT or value is None or (isinstance(value, int) and not isinstance(value, bool)):
+            continue
+        if isinstance(value, str) and value.isdecimal():
+            continue
+        number = from_arguments.number(subject.spelt(field.key, value, field.section), None)
+        integer = int(number) if number is not None and number.is_integer() else None
+        edits = () if integer is None else (Edit(field.section, field.key, integer),)
+        words = {"path": path, "key": field.key, "value": repr(value), "edits": edits}
+        yield words | {"number": "N" if integer is None else integer}
+
+
+def _names(subject: Subject, is_wrong: str) -> Cases:
+    """Layer classes that name nothing ("empty"), have letters that aren't ASCII ("letters"), or aren't joined.
+
+    A list is passed on as its Python text, a space becomes part of the name, and a module before it too. Only whole
+    names are repaired: a dot in place of a comma would lose one.
+    """
+    for path, field, value in written(subject):
+        if field.kind is not Kind.NAMES or value is None:
+            continue
+        parts = [str(part).strip() for part in value] if isinstance(value, list) else str(value).split(",")
+        parts = [part.strip() for part in parts if part.strip()]
+        joined = ",".join(part.rpartition(".")[2] for part in parts)
+        is_whole = all(re.fullmatch(r"(\w+\.)*\w+", part) for part in parts)
+        is_joined = value == joined and is_whole
+        wrong = "empty" if not joined else "letters" if not joined.isascii() else "" if is_joined else "joined"
+        if wrong != is_wrong:
+            continue
+        edits = (Edit(field.section, field.key, joined),) if wrong == "joined" and is_whole else ()
+        names = joined if is_whole else "NAME,NAME, without spaces and dots"
+        yield {"path": path, "key": field.key, "letters": ascii(joined)[1:-1], "names": names, "edits": edits}
+
+
+def _gpu_ids(subject: Subject) -> Cases:
+    value = subject.values.get("gpu_ids")
+    if value is None or isinstance(value, str):
+        return None
+    text, typed = (_joined(numbers) for numbers in (value, subject.spelt("gpu_ids", value)))
+    is_plain = text == typed and re.fullmatch(r"\d+(,\d+)*", text)
+    edits = (Edit("", "gpu_ids", text),) if is_plain else ()
+    return {"typed": typed, "text": text if is_plain else "0,1", "edits": edits}
+
+
+def _joined(value: Any) -> str:
+    return ",".join(map(str, value if isinstance(value, list) else [value]))
+
+
+def _by_truth(subject: Subject, quoted: bool) -> Cases:
+    """`quoted`: the text "false"; else neither true nor false. Debugging slows down each collective."""
     names = READ_BY_TRUTH if subject.engine is Engine.TPU else READ_BY_TRUTH[:1]
-    if subject.engine is not Engine.NONE:
-        names = (*names, "use_cpu")
-    for name in names:
+    for name in (*names, *(("use_cpu",) if subject.engine is not Engine.NONE else ())):
         value = subject.values.get(name)
-        quoted = name != "use_cpu" and isinstance(value, str) and value.lower() in FALSE_WORDS
-        if quoted:
-            yield Finding(
-                name,
-                f"{name}: '{value}' in quotes is text",
-                "Accelerate reads any text as true",
-                f"{name}: false",
-                (Edit("", name, False),),
-            )
-        elif value is not None and str(value).lower() not in TRUE_WORDS + FALSE_WORDS:
-            yield Finding(
-                name,
-                f"{name}: {value} is neither true nor false",
-                f"Accelerate reads it as {'true' if value else 'false'}",
-                f"{name}: true or false",
-            )
+        is_text = name != "use_cpu" and isinstance(value, str) and value.lower() in FALSE_WORDS
+        is_odd = value is not None and str(value).lower() not in TRUE_WORDS + FALSE_WORDS
+        if is_text if quoted else is_odd:
+            edits = (Edit("", name, False),) if quoted else ()
+            yield {"key": name, "value": value, "read": "true" if value else "false", "edits": edits}
 
 
-@rule("AF210")
-def ignored_modules_are_no_pattern(subject: Subject) -> Iterator[Finding]:
-    """`fsdp_ignored_modules` as a list, or as a pattern that isn't a regular expression.
-
-    A list becomes the text of a Python list, which as a pattern means "one of these letters" and matches no module;
-    with an invalid pattern Accelerate stops when it prepares the model.
-    """
-    value = subject.fsdp("fsdp_ignored_modules") if subject.is_fsdp else None
-    if isinstance(value, list):
-        names = "|".join(re.escape(str(item)) for item in value)
-        yield Finding(
-            "fsdp_config.fsdp_ignored_modules",
-            "fsdp_ignored_modules is a list",
-            "it is read as a pattern that fits no module, and nothing is ignored",
-            f"fsdp_ignored_modules: '{names}', a pattern for whole names",
-        )
-    elif isinstance(value, str) and (problem := _problem_of(value)):
-        yield Finding(
-            "fsdp_config.fsdp_ignored_modules",
-            f"fsdp_ignored_modules: {value} is not a regular expression: {problem}",
-            "Accelerate stops when it prepares the model",
-            "a pattern for whole names of modules, such as '.*mlp'",
-        )
+def _ignored_modules(subject: Subject) -> Any:
+    return subject.fsdp("fsdp_ignored_modules") if subject.is_fsdp else None
 
 
-def _problem_of(pattern: str) -> str:
+def _listed_modules(subject: Subject) -> Cases:
+    value = _ignored_modules(subject)
+    return {"names": "|".join(re.escape(str(item)) for item in value)} if isinstance(value, list) else None
+
+
+def _bad_pattern(subject: Subject) -> Cases:
+    value = _ignored_modules(subject)
+    if not isinstance(value, str):
+        return None
     try:
-        re.compile(pattern)
+        re.compile(value)
     except (re.error, OverflowError, RecursionError) as error:
-        return str(error) or "it is too long"
-    return ""
+        return {"value": value, "problem": str(error) or "it is too long"}
+    return None
 
 
-@rule("AF211")
-def number_in_quotes(subject: Subject) -> Iterator[Finding]:
-    """A number in quotes where Accelerate counts with it, such as `main_process_port: "29501"`: TypeError.
-
-    `num_machines` and `main_process_port` always, `num_processes` on several machines or without an engine, and the
-    sizes of context and sequence parallelism.
-    """
+def _number_in_quotes(subject: Subject) -> Cases:
     counted = [("", "num_machines")]
     if subject.engine is not Engine.NONE:
         counted.append(("", "main_process_port"))
@@ -125,98 +195,182 @@ def number_in_quotes(subject: Subject) -> Iterator[Finding]:
     for section, key in counted:
         value = subject.section(section).get(key)
         if isinstance(value, str) and value.isdecimal():
-            yield Finding(
-                f"{section}.{key}".lstrip("."),
-                f"{key}: '{value}' in quotes is text",
-                "the launcher counts with it and stops: TypeError",
-                f"{key}: {int(value)}",
-                (Edit(section, key, int(value)),),
-            )
-    if "num_machines" in subject.values and subject.values["num_machines"] is None:
-        yield Finding(
-            "num_machines",
-            "num_machines has no value",
-            "the launcher compares it with 1 and stops: TypeError",
-            "num_machines: 1, or remove it",
-            (Edit("", "num_machines"),),
-        )
+            number = int(value)
+            words = {"path": f"{section}.{key}".lstrip("."), "key": key, "value": value, "number": number}
+            yield words | {"edits": (Edit(section, key, number),)}
 
 
-@rule("AF212")
-def no_such_port(subject: Subject) -> Iterator[Finding]:
-    """`main_process_port` outside 0 to 65535: the launcher stops with OverflowError."""
+def _no_such_port(subject: Subject) -> Cases:
     port = subject.values.get("main_process_port")
-    text = port if isinstance(port, int) and not isinstance(port, bool) else None
-    if text is not None and subject.engine is not Engine.NONE and not 0 <= text <= LARGEST_PORT:
-        yield Finding(
-            "main_process_port",
-            f"there is no port {text}",
-            "the launcher stops: port must be 0-65535",
-            f"main_process_port: {DEFAULT_PORT}, or 0 for a free one",
-        )
+    is_number = isinstance(port, int) and not isinstance(port, bool) and subject.engine is not Engine.NONE
+    return {"port": port} if is_number and not 0 <= port <= LARGEST_PORT else None
 
 
-@rule("AF213")
-def deepspeed_number(subject: Subject) -> Iterator[Finding]:
-    """`gradient_clipping` or `gradient_accumulation_steps` that is neither a number nor `auto`.
-
-    Accelerate stops at a clipping such as none ("could not convert string to float"), and passes invalid steps to
-    DeepSpeed as text.
-    """
-    if subject.engine is not Engine.DEEPSPEED:
-        return
-    section = subject.section("deepspeed_config")
-    clipping, steps = section.get("gradient_clipping"), section.get("gradient_accumulation_steps")
-    if clipping is not None and str(clipping).lower() != "auto" and from_arguments.number(clipping, None) is None:
-        yield Finding(
-            "deepspeed_config.gradient_clipping",
-            f"gradient_clipping: {clipping} is neither a number nor auto",
-            "Accelerate stops: could not convert string to float",
-            "gradient_clipping: 1.0, or auto; without clipping leave it out",
-        )
-    if steps is not None and str(steps) != "auto" and not from_arguments.positive_int(steps):
-        yield Finding(
-            "deepspeed_config.gradient_accumulation_steps",
-            f"gradient_accumulation_steps: {steps} is neither a whole number above 0 nor auto",
-            "DeepSpeed gets it as text, or stops at 0",
-            "gradient_accumulation_steps: 1, or auto",
-        )
+def _clipping(subject: Subject) -> Cases:
+    value = _deepspeed(subject, "gradient_clipping")
+    is_read = value is None or str(value).lower() == "auto" or from_arguments.number(value, None) is not None
+    return None if is_read else {"value": value}
 
 
-@rule("AF214")
-def precision_of_linear_layers(subject: Subject) -> Iterator[Finding]:
-    """`fp8_override_linear_precision` that isn't three booleans: the launcher takes the first three of its items.
+def _accumulation(subject: Subject) -> Cases:
+    value = _deepspeed(subject, "gradient_accumulation_steps")
+    is_read = value is None or str(value) == "auto" or from_arguments.positive_int(value)
+    return None if is_read else {"value": value}
 
-    For the text "true,false,false" those are three letters. Read with `mixed_precision: fp8` only.
-    """
+
+def _deepspeed(subject: Subject, key: str) -> Any:
+    return subject.section("deepspeed_config").get(key) if subject.engine is Engine.DEEPSPEED else None
+
+
+def _linear_precision(subject: Subject) -> Cases:
     value = subject.section("fp8_config").get("fp8_override_linear_precision")
     if value is None or str(subject.top("mixed_precision")).lower() != "fp8":
-        return
-    if not isinstance(value, list) or len(value) != 3:
-        yield Finding(
-            "fp8_config.fp8_override_linear_precision",
-            f"fp8_override_linear_precision: {value} is not a list of three",
-            "the launcher reads its first three letters as booleans and stops",
-            "fp8_override_linear_precision: [false, false, false], for fprop, dgrad and wgrad",
-        )
+        return None
+    return None if isinstance(value, list) and len(value) == 3 else {"value": value}
 
 
-@rule("AF324")
-def deepspeed_file_and_keys(subject: Subject) -> Iterator[Finding]:
-    """`deepspeed_config_file` beside keys that belong into it, `mixed_precision` among them.
-
-    Accelerate stops: "the following accelerate config variables will be ignored".
-    """
+def _nvme(subject: Subject, used: bool) -> Cases:
+    """Offloads to NVMe if `used`, else paths of other devices."""
     section = subject.section("deepspeed_config")
-    if subject.engine is not Engine.DEEPSPEED or section.get("deepspeed_config_file") is None:
-        return
+    for what in ("optimizer", "param"):
+        device, path = f"offload_{what}_device", f"offload_{what}_nvme_path"
+        nvme = str(section.get(device)).lower() == "nvme"
+        words = {"device": device, "path": path, "value": section.get(device, "not given")}
+        if used and nvme and subject.engine is Engine.DEEPSPEED:
+            without = "" if path in section else f" without {path}"
+            yield words | {"key": path if path in section else device, "without": without}
+        elif not used and path in section and not nvme:
+            yield words | {"edits": (Edit("deepspeed_config", path),)}
+
+
+def _missing_file(subject: Subject) -> Cases:
+    """A warning if it is beside the YAML, or in a folder that this machine doesn't have."""
+    place = subject.absent.get("deepspeed_config_file")
+    if subject.engine is not Engine.DEEPSPEED or place is None:
+        return None
+    where = PLACES.get(place, "is in a folder that this machine doesn't have")
+    path = _deepspeed(subject, "deepspeed_config_file")
+    return {"file": path, "where": where, "severity": "warning" if place else None}
+
+
+def _file_and_keys(subject: Subject) -> Cases:
+    section = subject.section("deepspeed_config")
+    if _deepspeed(subject, "deepspeed_config_file") is None:
+        return None
     clashing = [f"deepspeed_config.{key}" for key in DEEPSPEED_FILE_KEYS if key in section]
     clashing += ["mixed_precision"] if subject.values.get("mixed_precision") is not None else []
-    if clashing:
-        names = ", ".join(path.rpartition(".")[2] for path in clashing)
-        yield Finding(
-            clashing[0],
-            f"{names} beside deepspeed_config_file",
-            "Accelerate stops: the following accelerate config variables will be ignored",
-            f"move {names} into the DeepSpeed file",
-        )
+    return {"key": clashing[0], "names": ", ".join(p.rpartition(".")[2] for p in clashing)} if clashing else None
+
+
+ROWS = (
+    Row(
+        "AF201", "error", "{path}", "{key}: {word} without quotes is the boolean false",
+        "Accelerate stops: 'bool' object has no attribute '{method}'", "{key}: 'no'", _bare_no, seen="P63 launcher",
+    ),
+    Row(
+        "AF202", "error", "{path}", "{key} has no value", "Accelerate reads the text None",
+        "give it a value, or remove {key}", _null, seen="P66 plugin",
+    ),
+    Row(
+        "AF203", "error", "{path}", "{key}: {value} is unknown.{hint}", "Accelerate stops, or uses another value",
+        "one of {choices}", _not_a_choice, seen="P67 plugin",
+    ),
+    Row(
+        "AF204", "error", "{path}", "{key}: {value} is neither true nor false", "Accelerate stops: invalid truth value",
+        "{key}: true or false", _not_a_boolean, seen="plugin",
+    ),
+    Row(
+        "AF205", "error", "{path}", "{key}: {value} is not a whole number",
+        "Accelerate stops: invalid literal for int()", "{key}: {number}", _not_a_whole_number, seen="P64 plugin",
+    ),
+    Row(
+        "AF206", "error", "{path}", "{key} names no class", "Accelerate looks for a class without a name and stops",
+        "{key}: NAME, or remove it, and the model decides", lambda s: _names(s, "empty"), seen="plugin",
+    ),
+    Row(
+        "AF206", "error", "{path}", "{key} has characters that only look like letters, or can't be seen: {letters}",
+        "Accelerate would look for a class of that name", "{key}: NAME, typed anew", lambda s: _names(s, "letters"),
+    ),
+    Row(
+        "AF206", "error", "{path}", "{key} is not one text of names joined by commas",
+        "Accelerate would look for a class with brackets, spaces or dots in its name", "{key}: {names}",
+        lambda s: _names(s, "joined"), seen="P65 accelerate#3748",
+    ),
+    Row(
+        "AF207", "error", "gpu_ids", "gpu_ids: {typed} is not text", "Accelerate stops: no attribute 'split'",
+        "gpu_ids: '{text}'", _gpu_ids, seen="P48 launcher",
+    ),
+    Row(
+        "AF208", "error", "distributed_type", "distributed_type: {word} without quotes is the boolean false", "{why}",
+        "distributed_type: 'NO', in quotes", _bare_no_engine, (Edit("", "distributed_type", "NO"),), seen="launcher",
+    ),
+    Row(
+        "AF209", "warning", "{key}", "{key}: '{value}' in quotes is text", "Accelerate reads any text as true",
+        "{key}: false", lambda s: _by_truth(s, quoted=True), seen="launcher",
+    ),
+    Row(
+        "AF209", "warning", "{key}", "{key}: {value} is neither true nor false", "Accelerate reads it as {read}",
+        "{key}: true or false", lambda s: _by_truth(s, quoted=False),
+    ),
+    Row(
+        "AF210", "error", PATTERN, "fsdp_ignored_modules is a list",
+        "it is read as a pattern that fits no module, and nothing is ignored",
+        "fsdp_ignored_modules: '{names}', a pattern for whole names", _listed_modules, seen="plugin",
+    ),
+    Row(
+        "AF210", "error", PATTERN, "fsdp_ignored_modules: {value} is not a regular expression: {problem}",
+        "Accelerate stops when it prepares the model", "a pattern for whole names of modules, such as '.*mlp'",
+        _bad_pattern,
+    ),
+    Row(
+        "AF211", "error", "{path}", "{key}: '{value}' in quotes is text",
+        "the launcher counts with it and stops: TypeError", "{key}: {number}", _number_in_quotes, seen="launcher",
+    ),
+    Row(
+        "AF211", "error", "num_machines", "num_machines has no value",
+        "the launcher compares it with 1 and stops: TypeError", "num_machines: 1, or remove it",
+        lambda s: "num_machines" in s.values and s.values["num_machines"] is None, (Edit("", "num_machines"),),
+    ),
+    Row(
+        "AF212", "error", "main_process_port", "there is no port {port}", "the launcher stops: port must be 0-65535",
+        f"main_process_port: {DEFAULT_PORT}, or 0 for a free one", _no_such_port, seen="launcher",
+    ),
+    Row(
+        "AF213", "error", "deepspeed_config.gradient_clipping",
+        "gradient_clipping: {value} is neither a number nor auto",
+        "Accelerate stops: could not convert string to float",
+        "gradient_clipping: 1.0, or auto; without clipping leave it out",
+        _clipping, seen="plugin",
+    ),
+    Row(
+        "AF213", "error", "deepspeed_config.gradient_accumulation_steps",
+        "gradient_accumulation_steps: {value} is neither a whole number above 0 nor auto",
+        "DeepSpeed gets it as text, or stops at 0", "gradient_accumulation_steps: 1, or auto", _accumulation,
+    ),
+    Row(
+        "AF214", "error", "fp8_config.fp8_override_linear_precision",
+        "fp8_override_linear_precision: {value} is not a list of three",
+        "the launcher reads its first three letters as booleans and stops",
+        "fp8_override_linear_precision: [false, false, false], for fprop, dgrad and wgrad", _linear_precision,
+        seen="launcher",
+    ),
+    Row(
+        "AF216", "error", "deepspeed_config.{key}", "{device}: nvme{without}",
+        "the launcher drops {path}, and the ranks swap to a folder named none in the folder they run in",
+        "a deepspeed_config_file for {device} and its path", lambda s: _nvme(s, used=True), seen="launcher",
+    ),
+    Row(
+        "AF216", "note", "deepspeed_config.{path}", "{path} has no effect: {device} is {value}", "only nvme has a path",
+        "remove {path}", lambda s: _nvme(s, used=False),
+    ),
+    Row(
+        "AF217", "error", "deepspeed_config.deepspeed_config_file", "deepspeed_config_file: {file} {where}",
+        "each rank stops: Expected a string path to an existing deepspeed config",
+        "deepspeed_config_file with a path that holds from where you launch", _missing_file, seen="plugin",
+    ),
+    Row(
+        "AF324", "error", "{key}", "{names} beside deepspeed_config_file",
+        "Accelerate stops: the following accelerate config variables will be ignored",
+        "move {names} into the DeepSpeed file", _file_and_keys, seen="plugin",
+    ),
+)  # fmt: skip
