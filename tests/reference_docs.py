@@ -92,8 +92,8 @@ def rules_page() -> str:
     lines = [
         "# Rules of `accel-fsdp check`",
         "",
-        "Made by `make docs` from the table of rules. Words in capitals are those of a file. A rule names what shows its",
-        "fault: a public issue, or the library that a test runs (launcher, plugin: Accelerate's; ranks: two real ones).",
+        "Made by `make docs` from the table of rules. Words in capitals are those of a file. A rule names what shows",
+        "its fault: a public issue, or the library that a test runs (launcher, plugin: Accelerate's; ranks: real).",
         "",
     ]
     for rule in linter.all_rules():

@@ -210,7 +210,7 @@ def show_rules(code: str | None) -> int:
     """Lists all rules, or explains one."""
     if code is None:
         for rule in all_rules():
-            console.put(f"{rule.code} {rule.severity:7} {rule.title}")
+            console.put(f"{rule.code} {rule.severity:7} {rule.texts[0][0]}")
         return 0
     if code.upper() not in RULES:
         raise _no_rule(code, "it can't be explained")

@@ -124,7 +124,7 @@ def _fix(finding: Finding) -> str:
 
 def sarif(rows: Iterable[tuple[str, Finding]]) -> dict[str, Any]:
     """A SARIF log of one run, with all rules and these findings."""
-    described = [(rule.code, rule.severity, rule.title, rule.explanation) for _, rule in sorted(RULES.items())]
+    described = [(rule.code, rule.severity, rule.texts[0][0], rule.explanation) for _, rule in sorted(RULES.items())]
     rules = [_rule(*words) for words in (*described, UNREADABLE_RULE)]
     indices = {rule["id"]: index for index, rule in enumerate(rules)}
     driver = {"name": "accel-fsdp", "version": __version__, "rules": rules}

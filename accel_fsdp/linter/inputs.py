@@ -88,14 +88,15 @@ def read_given(sources: Sources) -> Subject:
 
 def _with_command(given: Subject, words: list[str], args: dict[str, Any] | None) -> Subject:
     """The inputs with a command line and its arguments, which may name the model."""
+    before, script, _ = _around_script(words)
     return replace(
         given,
         model=given.model or _model_here(args or {}),
         args=args,
         starter=launcher_of(words),
-        launcher=launcher_flags(words),
-        uses_sft=_uses_sft(Path(_script_in(words))),
-        names_script=bool(_script_in(words)),
+        launcher=flag_words.parse_command_line(before) if launcher_of(words) == "accelerate" else {},
+        uses_sft=_uses_sft(Path(script)),
+        names_script=bool(script),
     )
 
 
@@ -142,7 +143,8 @@ def read_subject(
     is_own = (given.script or given.names_script) and not given.uses_sft
     if completes and not is_own and (line := header.sft_line(job.source)):
         words = command_words(line)
-        given = _with_command(given, words, {**_script_flags(words), **(given.args or {})})
+        in_header = flag_words.parse_command_line(_around_script(words)[2])
+        given = _with_command(given, words, {**in_header, **(given.args or {})})
     subject = replace(
         given,
         values=job.values,
@@ -192,23 +194,10 @@ def launcher_of(words: list[str]) -> str:
     return first if first in ("accelerate", "accel-fsdp", "torchrun", "python", "python3") else ""
 
 
-def launcher_flags(words: list[str]) -> dict[str, Any]:
-    """The flags of `accelerate launch`, which come before the script; empty if no script is found."""
-    if launcher_of(words) != "accelerate":
-        return {}
-    script = _script_in(words)
-    return flag_words.parse_command_line(words[: words.index(script)]) if script else {}
-
-
-def _script_flags(words: list[str]) -> dict[str, Any]:
-    """The flags of a command line's script, which come after it; all flags if no script is found."""
-    script = _script_in(words)
-    return flag_words.parse_command_line(words[words.index(script) + 1 :] if script else words)
-
-
-def _script_in(words: list[str]) -> str:
-    """The script of a command line; empty if there is none."""
-    return next((word for word in words if word.endswith(".py")), "")
+def _around_script(words: list[str]) -> tuple[list[str], str, list[str]]:
+    """The launcher's words of a command line, its script, and the script's words; all are the script's without one."""
+    place = next((index for index, word in enumerate(words) if word.endswith(".py")), None)
+    return ([], "", words) if place is None else (words[:place], words[place], words[place + 1 :])
 
 
 def _arguments(path: Path, text: str) -> dict[str, Any]:
@@ -225,4 +214,4 @@ def _arguments(path: Path, text: str) -> dict[str, Any]:
         raise UsageError(
             f"cannot read {path}: neither a mapping nor a command line", why=NO_ARGUMENTS, fix=GIVE_ARGUMENTS
         )
-    return _script_flags(words)
+    return flag_words.parse_command_line(_around_script(words)[2])

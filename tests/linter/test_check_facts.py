@@ -92,10 +92,6 @@ FACTS: dict[str, tuple[Subject, Subject]] = {
     "AF513": (on(V2, replace(LLAMA, embeddings="shared")), on(V1, replace(LLAMA, embeddings="shared"))),
     "AF514": (on(V2, replace(LLAMA, embedding_parents=frozenset({"LlamaDecoderLayer"}))), on(V2, LLAMA)),
     "AF515": (on(V1, replace(LLAMA, scalars=True)), on(V2, replace(LLAMA, scalars=True))),
-    "AF618": (
-        subject(V2, '--fsdp_config={"cpu_offload":true}'),
-        subject(V2 + OFFLOAD, '--fsdp_config={"cpu_offload":true}'),
-    ),
     "AF619": (
         subject(V2, '--fsdp_config={"offload_params":true}'),
         subject(V2, '--fsdp_config={"fsdp_version":2} --fsdp true'),

@@ -1,12 +1,7 @@
 """Rules about the training script's arguments (`--args`) beside the file, and about versions."""
 
-import json
-from collections.abc import Mapping
-from typing import Any
-
 from accel_fsdp.checkpoints import store
 from accel_fsdp.config import Engine
-from accel_fsdp.errors import near_key
 from accel_fsdp.job import UNLESS_SFT, combinations, from_arguments
 from accel_fsdp.linter.rules.engine import Cases, Row, combined
 from accel_fsdp.linter.rules.fsdp import RECOMPUTE, STATE, VERSION
@@ -14,29 +9,9 @@ from accel_fsdp.linter.rules.model import storage_dtype
 from accel_fsdp.linter.rules.subject import Subject
 
 OFFLOAD = "fsdp_config.fsdp_offload_params"
-TRAINING_KEYS = frozenset({
-    "version", "cpu_offload", "auto_wrap_policy", "min_num_params", "transformer_layer_cls_to_wrap",
-    "cpu_ram_efficient_loading", "state_dict_type", "activation_checkpointing", "reshard_after_forward",
-    "forward_prefetch", "backward_prefetch", "use_orig_params", "sync_module_states", "limit_all_gathers",
-    "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings",
-})  # fmt: skip
-"""The keys of TrainingArguments.fsdp_config that transformers 5.23 reads, without their optional prefix."""
 HEAD, EMBEDDING = "lm_head", "embed_tokens"
 """The two modules that share a tied weight, as most models call them."""
 EXISTS = "prepare stops: KeyError: attribute 'weight' already exists"
-
-
-def _training_config(subject: Subject) -> Mapping[str, Any]:
-    """`fsdp_config` of the arguments, as a mapping or JSON text; a path is not followed."""
-    value = subject.arg("fsdp_config")
-    if isinstance(value, str) and value.lstrip().startswith("{"):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            return {}
-    if not isinstance(value, Mapping):
-        return {}
-    return {str(key).removeprefix("fsdp_"): content for key, content in value.items()}
 
 
 def _words(subject: Subject, *names: str) -> set[str]:
@@ -80,29 +55,6 @@ def _loses_moments(subject: Subject) -> bool:
     return shards and subject.resumes and not subject.uses_sft
 
 
-def _offloads_beside(subject: Subject) -> bool:
-    """Accelerate adds a backend for CPU tensors when the YAML asks for offload or FULL_STATE_DICT."""
-    written = str(subject.fsdp("fsdp_state_dict_type")).upper() == "FULL_STATE_DICT"
-    offloads = bool(_training_config(subject).get("cpu_offload")) or "offload" in _words(subject, "fsdp")
-    return offloads and not subject.on("fsdp_offload_params") and not written and not subject.arg("ddp_backend")
-
-
-def _dropped_arguments(subject: Subject) -> Cases:
-    for key in (key for key in _training_config(subject) if key not in TRAINING_KEYS):
-        near = "cpu_offload" if key == "offload_params" else near_key(key, TRAINING_KEYS)
-        yield {"key": key, "hint": f" Did you mean {near}?" if near else ""}
-
-
-def _text_counts(subject: Subject) -> bool:
-    value = _training_config(subject).get("cpu_offload")
-    return bool(value) and str(value).lower() in ("false", "no", "0")
-
-
-def _size_of_nothing(subject: Subject) -> bool:
-    config = _training_config(subject)
-    return config.get("auto_wrap_policy") == "SIZE_BASED_WRAP" and not config.get("min_num_params")
-
-
 def _ties_under_fsdp2(subject: Subject) -> bool:
     return subject.engine is Engine.FSDP2 and subject.model is not None and subject.model.tied
 
@@ -131,19 +83,6 @@ def _old_accelerate(subject: Subject) -> Cases:
     return {"version": subject.versions["accelerate"]} if is_old else None
 
 
-def _optimizer(code: str, effect: combinations.Effect, seen: str) -> tuple[Row, ...]:
-    """A row for FSDP, and one for other engines, which have no `fsdp_version`."""
-    names = combinations.names_about("optimizer", effect)
-
-    def saves(subject: Subject) -> bool:
-        return effect == "stops" or str(subject.arg("save_strategy")).lower() != "no"
-
-    return (
-        combined(code, "error", VERSION, *names, seen=seen, only=lambda s: s.is_fsdp and saves(s)),
-        combined(code, "error", "distributed_type", *names, seen="", only=lambda s: not s.is_fsdp and saves(s)),
-    )
-
-
 ROWS = (
     combined("AF601", "warning", RECOMPUTE, "adapter-recompute", seen="P01 ranks peft"),
     combined("AF602", "warning", VERSION, "adapter-fsdp1", seen="P02 P105 ranks peft"),
@@ -151,8 +90,14 @@ ROWS = (
         "AF603", "error", RECOMPUTE, "activation checkpointing is on twice", "Trainer stops: can't both be set to True",
         "turn one off; with LoRA this one", _without_policy, seen="P25 ranks trl.SFTTrainer",
     ),
-    *_optimizer("AF604", "stops", "P36 P37 ranks bitsandbytes#1633"),
-    *_optimizer("AF605", "stops when it saves", "P36 P37 ranks"),
+    combined(
+        "AF604", "error", "{engine}", *combinations.names_about("optimizer", "stops"),
+        seen="P36 P37 ranks bitsandbytes#1633",
+    ),
+    combined(
+        "AF605", "error", "{engine}", *combinations.names_about("optimizer", "stops when it saves"),
+        seen="P36 P37 ranks", only=lambda s: str(s.arg("save_strategy")).lower() != "no",
+    ),
     Row(
         "AF606", "warning", "mixed_precision", "--{precision} wins over mixed_precision: {value}",
         "the file doesn't say what is trained", "mixed_precision: {precision}, or drop --{precision}",
@@ -191,27 +136,8 @@ ROWS = (
         seen="P98 ranks accelerate#3904",
     ),
     Row(
-        "AF618", "warning", OFFLOAD, "offload is asked for in the arguments only",
-        "clipping gradients stops: No backend type associated with device type cpu",
-        "fsdp_offload_params: true here, or --ddp_backend cuda:nccl,cpu:gloo", _offloads_beside,
-        seen="P38 transformers",
-    ),
-    Row(
         "AF619", "error", "", "--fsdp_config without --fsdp", "it is ignored", "put its settings into this file",
         lambda s: bool(s.arg("fsdp_config")) and not s.arg("fsdp"), seen="P28 P52 transformers.TrainingArguments",
-    ),
-    Row(
-        "AF619", "error", "", "--fsdp_config: nothing reads {key}.{hint}", "it is dropped silently", "remove {key}",
-        _dropped_arguments,
-    ),
-    Row(
-        "AF619", "error", "", '--fsdp_config: cpu_offload is the text "false"', "text counts as true",
-        "cpu_offload: false",
-        _text_counts,
-    ),
-    Row(
-        "AF619", "warning", "", "--fsdp_config: SIZE_BASED_WRAP without min_num_params", "nothing is wrapped",
-        "min_num_params: N", _size_of_nothing,
     ),
     Row(
         "AF622", "error", VERSION, "trainable_token_indices hides the tied embedding from FSDP2",

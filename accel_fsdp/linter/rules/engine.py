@@ -84,7 +84,7 @@ def _shown(template: str) -> str:
     """A template for readers: a case's words in capitals, without those that only end a word or a sentence."""
     if re.fullmatch(r"\{\w+\}", template):
         return ""
-    return re.sub(r"\{(\w+)\}", lambda word: word[1].upper(), re.sub(r"(?<=[\w}.])\{\w+\}", "", template))
+    return re.sub(r"\{(\w+)\}", lambda word: word[1].upper(), re.sub(r"(?<=[a-zA-Z}.])\{\w+\}", "", template))
 
 
 def combined(
@@ -99,8 +99,9 @@ def combined(
     """A row about the rows with these names in the table of combinations, for `only` some jobs."""
 
     def when(subject: Subject) -> Cases:
+        engine_key = "fsdp_config.fsdp_version" if subject.is_fsdp else "distributed_type"
         return [
-            {"what": clash.what, "why": clash.why, "fix": clash.fix, "edits": edits(subject)}
+            {"what": clash.what, "why": clash.why, "fix": clash.fix, "edits": edits(subject), "engine": engine_key}
             for clash in clashes(subject.job)
             if clash.name in names and not (clash.mended and subject.uses_sft) and only(subject)
         ]
@@ -110,29 +111,19 @@ def combined(
 
 @dataclass(frozen=True)
 class Rule:
-    """The rows of one code."""
+    """The rows of one code, with the severity of the first."""
 
+    code: str
+    severity: Severity
     rows: tuple[Row, ...]
-
-    @property
-    def code(self) -> str:
-        return self.rows[0].code
-
-    @property
-    def severity(self) -> Severity:
-        return self.rows[0].severity
 
     @property
     def seen(self) -> list[str]:
         return [word for row in self.rows for word in row.seen.split()]
 
     @property
-    def pains(self) -> tuple[str, ...]:
-        return tuple(word for word in self.seen if word[0] == "P" and word[1:].isdecimal())
-
-    @property
-    def title(self) -> str:
-        return self.rows[0].texts[0][0]
+    def pains(self) -> list[str]:
+        return [word for word in self.seen if re.fullmatch(r"P\d+", word)]
 
     @property
     def texts(self) -> list[tuple[str, str, str]]:
@@ -160,16 +151,14 @@ RULES: dict[str, Rule] = {}
 def add(*rows: Row) -> None:
     """Adds rows to the table."""
     for row in rows:
-        RULES[row.code] = Rule((*(RULES[row.code].rows if row.code in RULES else ()), row))
+        first = RULES.get(row.code, Rule(row.code, row.severity, ()))
+        RULES[row.code] = replace(first, rows=(*first.rows, row))
 
 
 MISSPELT = ("AF102", "AF103", "AF104", "AF105")
 """The rules about names that nothing reads: those of the top level first, as they say what the sections are."""
 OF_THE_ENGINE = ("AF101", "AF203")
 """The rules about `distributed_type`, which decides what the other keys mean."""
-ENGINE_KEY = "distributed_type"
-FOREIGN = "AF112"
-"""The rule about files of other tools."""
 
 
 def run(subject: Subject, rules: Mapping[str, Rule] = RULES) -> list[Finding]:
@@ -178,22 +167,21 @@ def run(subject: Subject, rules: Mapping[str, Rule] = RULES) -> list[Finding]:
     An obvious misspelling is one finding: the following rules see the corrected file. For another tool's file that is
     the only finding.
     """
-    if (subject.other_tool or subject.for_sagemaker) and FOREIGN in rules:
-        rules = {FOREIGN: rules[FOREIGN]}
+    if subject.foreign and "AF112" in rules:
+        rules = {"AF112": rules["AF112"]}
     subjects = dict.fromkeys(rules, subject)
     corrections, engine_rules = (MISSPELT, OF_THE_ENGINE) if len(rules) > 1 else ((), ())
     for code in corrections:
-        renamed = _with_names_corrected(
-            subject, [edit for finding in RULES[code].findings(subject) for edit in finding.edits]
-        )
+        edits = [edit for finding in RULES[code].findings(subject) for edit in finding.edits]
+        renamed = _with_names_corrected(subject, edits)
         if renamed is not subject:
             subjects |= {later: renamed for later in rules if later not in MISSPELT[: MISSPELT.index(code) + 1]}
         subject = renamed
     for code in engine_rules:
-        edits = (edit for finding in RULES[code].findings(subject) for edit in finding.edits)
-        engines = [edit.value for edit in edits if edit.key == ENGINE_KEY]
+        edits = [edit for finding in RULES[code].findings(subject) for edit in finding.edits]
+        engines = [edit.value for edit in edits if edit.key == "distributed_type"]
         if engines:
-            subject = replace(subject, values={**subject.values, ENGINE_KEY: engines[0]})
+            subject = replace(subject, values={**subject.values, "distributed_type": engines[0]})
             subjects |= {key: subject for key in rules if key not in (*MISSPELT, *OF_THE_ENGINE)}
     return [
         finding if all(_fits(subjects[code], edit) for edit in finding.edits) else replace(finding, edits=())

@@ -64,9 +64,8 @@ def _unknown_at_the_top(subject: Subject) -> Cases:
         ignored = bool(match) and fields[match].kind is Kind.SECTION and subject.engine not in fields[match].engines
         fits = bool(match) and match not in subject.values and not (ignored and subject.has_engine)
         edits = (Edit("", key, new_key=match),) if fits else ()
-        yield {"key": key, "hint": hint, "fix": f"rename it to {match}" if fits else f"correct or remove {key}"} | (
-            {"edits": edits}
-        )
+        fix = f"rename it to {match}" if fits else f"correct or remove {key}"
+        yield {"key": key, "hint": hint, "fix": fix, "edits": edits}
 
 
 def _unknown_in_a_section(subject: Subject) -> Cases:
@@ -139,15 +138,6 @@ def _two_spellings(subject: Subject) -> Cases:
             spellings[name] = str(key), value
 
 
-def _compiled_twice(subject: Subject) -> Cases:
-    section = subject.section("dynamo_config")
-    if "dynamo_backend" not in subject.values or not section:
-        return None
-    backend = subject.values["dynamo_backend"]
-    is_same = len(section) == 1 and section.get("dynamo_backend") == backend
-    return {"backend": backend, "edits": (Edit("", "dynamo_backend"),) if is_same else ()}
-
-
 def _twice(subject: Subject) -> Cases:
     for key, places in subject.doubled.items():
         line, column = places[-1]
@@ -156,8 +146,7 @@ def _twice(subject: Subject) -> Cases:
 
 
 def _another_tool(subject: Subject) -> Cases:
-    tool = "SageMaker" if subject.for_sagemaker else subject.other_tool
-    return {"key": next(iter(subject.section("")), ""), "tool": tool} if tool else None
+    return {"key": next(iter(subject.section("")), ""), "tool": subject.foreign} if subject.foreign else None
 
 
 def _beside_another_engine(subject: Subject) -> Cases:
@@ -200,12 +189,6 @@ ROWS = (
     Row(
         "AF108", "error", "{path}", "{first} and {key} are one key, {values}", "the last one wins: {value}", "{fix}",
         _two_spellings, seen="launcher",
-    ),
-    Row(
-        "AF110", "error", "dynamo_backend", "dynamo_backend: {backend} beside dynamo_config",
-        "Accelerate drops dynamo_config and compiles as dynamo_backend says",
-        "dynamo_backend inside dynamo_config alone",
-        _compiled_twice, seen="launcher",
     ),
     Row(
         "AF111", "error", "{path}", "found duplicate key {key}, in lines {lines}",

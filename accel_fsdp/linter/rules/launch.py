@@ -89,8 +89,8 @@ def _count_of_ids(subject: Subject) -> int:
     chosen = subject.top("gpu_ids")
     if isinstance(chosen, list):  # AF207 makes text of it
         return len(chosen)
-    if isinstance(chosen, int):  # 0 for 1:2, which YAML reads in base 60
-        return int(str(chosen) == subject.spelt("gpu_ids", ""))
+    if isinstance(chosen, int):  # and of this
+        return 1
     if not isinstance(chosen, str) or chosen == "all":
         return 0
     return len([entry for entry in chosen.split(",") if entry.strip()])
@@ -172,12 +172,6 @@ ROWS = (
         "main_process_ip: the address of machine 0; accel-fsdp launch takes it and the machine's number from "
         f"{listed(LAUNCH_PLACES, 'and')}, and accel-fsdp script writes their job files", _no_address,
         seen="P46 launcher",
-    ),
-    Row(
-        "AF404", "note", "machine_rank", "machine_rank is the same on every machine that has this file",
-        "the job hangs when two machines have one number",
-        "launch with --machine_rank N, unless each machine has its own file",
-        lambda s: s.number("num_machines") > 1 and "machine_rank" in s.values, seen="P45 accelerate#1645",
     ),
     Row(
         "AF405", "warning", "use_cpu", "use_cpu does not reach the ranks under {kind}", "it has no effect",

@@ -15,118 +15,93 @@ RANKS = {"rank", "local_rank", "global_rank", "get_rank", "process_index", "loca
 GATHERING = ("get_state_dict", "get_model_state_dict", "save_model", "save_fsdp_model", "save_state")
 
 
-def name_of(call: ast.Call) -> str:
-    """The last part of a call's name: `save_model` in `trainer.save_model()`."""
-    function = call.func
+def _name_of(call: ast.AST) -> str:
+    """The last part of a call's name: `save_model` in `trainer.save_model()`; empty for what isn't a call."""
+    function = call.func if isinstance(call, ast.Call) else None
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
-def receiver(call: ast.Call) -> str:
-    """The object of a method call, as source text; empty for a function."""
-    return ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+def _owner(call: ast.Call) -> ast.expr | None:
+    """The object of a method call; None for a function."""
+    return call.func.value if isinstance(call.func, ast.Attribute) else None
 
 
-def nodes(subject: Subject) -> Iterator[ast.AST]:
+def _nodes(subject: Subject) -> Iterator[ast.AST]:
     """All nodes of the script's tree; none without a script, or without FSDP."""
     return ast.walk(subject.script.tree) if subject.script and subject.is_fsdp else iter(())
 
 
-def calls(subject: Subject, *names: str, of_any_engine: bool = False) -> list[ast.Call]:
-    """The script's calls of these names, in the order of lines; none without FSDP, unless those of any engine count."""
-    tree = ast.walk(subject.script.tree) if subject.script and of_any_engine else nodes(subject)
-    matches = [node for node in tree if isinstance(node, ast.Call) and name_of(node) in names]
+def _calls(subject: Subject, *names: str) -> list[ast.Call]:
+    """The script's calls of these names, in the order of lines."""
+    matches = [node for node in _nodes(subject) if isinstance(node, ast.Call) and _name_of(node) in names]
     return sorted(matches, key=lambda call: (call.lineno, call.col_offset))
 
 
-def keyword(call: ast.Call, name: str) -> ast.expr | None:
-    return next((argument.value for argument in call.keywords if argument.arg == name), None)
-
-
-def constant(node: ast.AST | None) -> object:
-    return node.value if isinstance(node, ast.Constant) else None
-
-
-def assigned(subject: Subject) -> Iterator[tuple[str, ast.expr]]:
+def _assigned(subject: Subject) -> Iterator[tuple[str, ast.expr]]:
     """Every assigned name or attribute with its value; elements of a tuple have the same value."""
-    for node in nodes(subject):
-        if isinstance(node, ast.Assign):
-            targets = node.targets
-        elif isinstance(node, ast.AnnAssign | ast.NamedExpr):
-            targets = [node.target]
-        else:
-            continue
-        for target in targets:
-            elements = target.elts if isinstance(target, ast.Tuple) else [target]
-            for element in elements:
-                if node.value is not None:
+    for node in _nodes(subject):
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                for element in target.elts if isinstance(target, ast.Tuple) else [target]:
                     yield ast.unparse(element), node.value
 
 
-def trainers(subject: Subject) -> set[str]:
+def _trainers(subject: Subject) -> set[str]:
     """The names that hold a Trainer, as the script's own assignments show."""
-    return {name for name, value in assigned(subject) if isinstance(value, ast.Call) and _makes_trainer(value)}
+    return {"trainer", *(name for name, value in _assigned(subject) if _name_of(value).endswith("Trainer"))}
 
 
-def _makes_trainer(call: ast.Call) -> bool:
-    return name_of(call).endswith("Trainer")
-
-
-def on_trainer(call: ast.Call, trainer_names: set[str]) -> bool:
+def _on_trainer(call: ast.Call, trainers: set[str]) -> bool:
     """Whether a method is called on a Trainer: by its assignment, or by its name."""
-    owner = call.func.value if isinstance(call.func, ast.Attribute) else None
-    is_trainer = isinstance(owner, ast.Call) and _makes_trainer(owner)
-    return is_trainer or "trainer" in receiver(call).lower() or receiver(call) in trainer_names
+    owner = _owner(call)
+    text = ast.unparse(owner) if owner else ""
+    return owner is not None and (_name_of(owner).endswith("Trainer") or "trainer" in text.lower() or text in trainers)
 
 
-def wrapped_names(subject: Subject) -> set[str]:
+def _wrapped(subject: Subject) -> set[str]:
     """Names and expressions that hold the sharded model: those of `prepare`, `unwrap_model`, and a Trainer."""
-    owners = {"trainer"} | trainers(subject)
-    names = {"self.model_wrapped", *(f"{owner}.{name}" for owner in owners for name in ("model", "model_wrapped"))}
-    for name, value in assigned(subject):
-        is_wrapped_model = isinstance(value, ast.Call) and name_of(value) in ("prepare", "unwrap_model")
-        if is_wrapped_model or (isinstance(value, ast.Attribute) and ast.unparse(value) in names):
+    names = {f"{owner}.{name}" for owner in _trainers(subject) for name in ("model", "model_wrapped")}
+    for name, value in _assigned(subject):
+        is_attribute = isinstance(value, ast.Attribute) and ast.unparse(value) in names
+        if _name_of(value) in ("prepare", "unwrap_model") or is_attribute:
             names.add(name)
-    return names
-
-
-def is_wrapped(subject: Subject, call: ast.Call) -> bool:
-    owner = call.func.value if isinstance(call.func, ast.Attribute) else None
-    unwrapped = isinstance(owner, ast.Call) and name_of(owner) == "unwrap_model"
-    return unwrapped or receiver(call) in wrapped_names(subject)
+    return names | {"self.model_wrapped"}
 
 
 def _at(subject: Subject, call: ast.Call) -> dict[str, str]:
     """The line of the script, and the name of what it calls."""
-    return {"line_of_script": f"{subject.script.name if subject.script else ''}:{call.lineno}", "call": name_of(call)}
+    return {"line_of_script": f"{subject.script.name if subject.script else ''}:{call.lineno}", "call": _name_of(call)}
 
 
 def _writes_nothing(subject: Subject) -> Cases:
     """In a script that gathers nowhere."""
-    gathers = calls(subject, "set_state_dict_type", "get_state_dict", "get_model_state_dict", "merge_fsdp_weights")
+    gathers = _calls(subject, "set_state_dict_type", "get_state_dict", "get_model_state_dict", "merge_fsdp_weights")
     if not subject.sharded_state_dict or gathers:
         return []
-    names = trainers(subject)
-    return [_at(subject, call) for call in calls(subject, "save_model") if on_trainer(call, names)]
+    names = _trainers(subject)
+    return [_at(subject, call) for call in _calls(subject, "save_model") if _on_trainer(call, names)]
 
 
 def _saves_shards(subject: Subject) -> Cases:
-    return [
-        _at(subject, call)
-        for call in calls(subject, "save_pretrained")
-        if is_wrapped(subject, call) and all(argument.arg not in ("state_dict", None) for argument in call.keywords)
-    ]
+    names = _wrapped(subject)
+    for call in _calls(subject, "save_pretrained"):
+        owner = _owner(call)
+        is_wrapped = owner is not None and (_name_of(owner) == "unwrap_model" or ast.unparse(owner) in names)
+        if is_wrapped and all(argument.arg not in ("state_dict", None) for argument in call.keywords):
+            yield _at(subject, call)
 
 
 def _on_one_rank(subject: Subject) -> Cases:
     """Trainer.save_state writes a small JSON on rank 0; a bare save_model is a function of the script's own."""
-    statements = [part for node in nodes(subject) if isinstance(node, ast.If) for part in _statements_of_rank_0(node)]
-    names, gathered = trainers(subject), set()
+    statements = [part for node in _nodes(subject) if isinstance(node, ast.If) for part in _statements_of_rank_0(node)]
+    names, gathered = _trainers(subject), set()
     for call in (call for part in statements for call in ast.walk(part)):
-        if not isinstance(call, ast.Call) or name_of(call) not in GATHERING or call in gathered:
+        if not isinstance(call, ast.Call) or _name_of(call) not in GATHERING or call in gathered:
             continue
         gathered.add(call)
-        is_small = name_of(call) == "save_state" and on_trainer(call, names)
-        if not is_small and not (name_of(call) == "save_model" and not receiver(call)):
+        is_small = _name_of(call) == "save_state" and _on_trainer(call, names)
+        if not is_small and not (_name_of(call) == "save_model" and _owner(call) is None):
             yield _at(subject, call)
 
 
@@ -142,7 +117,7 @@ def _is_rank_0(test: ast.expr, operator: type[ast.cmpop]) -> bool:
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
         return operator is ast.Eq and any(_is_rank_0(part, operator) for part in test.values)
     if isinstance(test, ast.Compare):
-        is_zero = len(test.ops) == 1 and isinstance(test.ops[0], operator) and constant(test.comparators[0]) in (0, "0")
+        is_zero = isinstance(test.ops[0], operator) and ast.unparse(test.comparators[-1]) in ("0", "'0'")
         return is_zero and bool(RANKS & set(re.findall(r"\w+", ast.unparse(test.left))))
     text = ast.unparse(test)
     plain = isinstance(test, ast.Name | ast.Attribute | ast.Call)

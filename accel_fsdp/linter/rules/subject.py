@@ -88,8 +88,9 @@ class Subject(JobConfig):
         return kind is False or (kind is not None and BY_NAME["", "distributed_type"].takes(str(kind)))
 
     @property
-    def for_sagemaker(self) -> bool:
-        return self.values.get("compute_environment") == "AMAZON_SAGEMAKER"
+    def foreign(self) -> str:
+        """The tool that the file is for, if it isn't `accelerate launch`; else empty."""
+        return "SageMaker" if self.values.get("compute_environment") == "AMAZON_SAGEMAKER" else self.other_tool
 
     @property
     def uses_adapter(self) -> bool:

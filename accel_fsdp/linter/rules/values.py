@@ -33,7 +33,6 @@ DEEPSPEED_FILE_KEYS = (
     "offload_param_device", "offload_param_nvme_path", "offload_optimizer_nvme_path", "zero3_save_16bit_model",
 )  # fmt: skip
 """The keys of `deepspeed_config` that DeepSpeedPlugin refuses beside a `deepspeed_config_file`."""
-PLACES = {"beside": "is beside this YAML, not in the folder you launch from", "": "does not exist"}
 PATTERN = "fsdp_config.fsdp_ignored_modules"
 
 
@@ -116,11 +115,10 @@ def _not_a_whole_number(subject: Subject) -> Cases:
         yield words | {"number": "N" if integer is None else integer}
 
 
-def _names(subject: Subject, is_wrong: str) -> Cases:
-    """Layer classes that name nothing ("empty"), have letters that aren't ASCII ("letters"), or aren't joined.
+def _names(subject: Subject, empty: bool) -> Cases:
+    """A list is passed on as its Python text; spaces and a module become part of a name, and so do odd letters.
 
-    A list is passed on as its Python text, a space becomes part of the name, and a module before it too. Only whole
-    names are repaired: a dot in place of a comma would lose one.
+    Only whole names are repaired: a dot in place of a comma would lose one.
     """
     for path, field, value in written(subject):
         if field.kind is not Kind.NAMES or value is None:
@@ -128,14 +126,11 @@ def _names(subject: Subject, is_wrong: str) -> Cases:
         parts = [str(part).strip() for part in value] if isinstance(value, list) else str(value).split(",")
         parts = [part.strip() for part in parts if part.strip()]
         joined = ",".join(part.rpartition(".")[2] for part in parts)
-        is_whole = all(re.fullmatch(r"(\w+\.)*\w+", part) for part in parts)
-        is_joined = value == joined and is_whole
-        wrong = "empty" if not joined else "letters" if not joined.isascii() else "" if is_joined else "joined"
-        if wrong != is_wrong:
+        is_whole = all(re.fullmatch(r"(\w+\.)*\w+", part, re.ASCII) for part in parts)
+        if empty != (not joined) or (joined == value and is_whole):
             continue
-        edits = (Edit(field.section, field.key, joined),) if wrong == "joined" and is_whole else ()
-        names = joined if is_whole else "NAME,NAME, without spaces and dots"
-        yield {"path": path, "key": field.key, "letters": ascii(joined)[1:-1], "names": names, "edits": edits}
+        edits = (Edit(field.section, field.key, joined),) if joined and is_whole else ()
+        yield {"path": path, "key": field.key, "names": joined if is_whole else "NAME,NAME", "edits": edits}
 
 
 def _gpu_ids(subject: Subject) -> Cases:
@@ -164,18 +159,14 @@ def _by_truth(subject: Subject, quoted: bool) -> Cases:
             yield {"key": name, "value": value, "read": "true" if value else "false", "edits": edits}
 
 
-def _ignored_modules(subject: Subject) -> Any:
-    return subject.fsdp("fsdp_ignored_modules") if subject.is_fsdp else None
-
-
 def _listed_modules(subject: Subject) -> Cases:
-    value = _ignored_modules(subject)
+    value = subject.fsdp("fsdp_ignored_modules") if subject.is_fsdp else None
     return {"names": "|".join(re.escape(str(item)) for item in value)} if isinstance(value, list) else None
 
 
 def _bad_pattern(subject: Subject) -> Cases:
-    value = _ignored_modules(subject)
-    if not isinstance(value, str):
+    value = subject.fsdp("fsdp_ignored_modules")
+    if not isinstance(value, str) or not subject.is_fsdp:
         return None
     try:
         re.compile(value)
@@ -206,27 +197,15 @@ def _no_such_port(subject: Subject) -> Cases:
     return {"port": port} if is_number and not 0 <= port <= LARGEST_PORT else None
 
 
-def _clipping(subject: Subject) -> Cases:
-    value = _deepspeed(subject, "gradient_clipping")
-    is_read = value is None or str(value).lower() == "auto" or from_arguments.number(value, None) is not None
-    return None if is_read else {"value": value}
-
-
-def _accumulation(subject: Subject) -> Cases:
-    value = _deepspeed(subject, "gradient_accumulation_steps")
-    is_read = value is None or str(value) == "auto" or from_arguments.positive_int(value)
-    return None if is_read else {"value": value}
+def _no_number(subject: Subject, key: str, whole: bool) -> Cases:
+    value = _deepspeed(subject, key)
+    number = from_arguments.positive_int(value) if whole else from_arguments.number(value, None) is not None
+    is_auto = str(value) == "auto" or (str(value).lower() == "auto" and not whole)
+    return None if value is None or is_auto or number else {"value": value}
 
 
 def _deepspeed(subject: Subject, key: str) -> Any:
     return subject.section("deepspeed_config").get(key) if subject.engine is Engine.DEEPSPEED else None
-
-
-def _linear_precision(subject: Subject) -> Cases:
-    value = subject.section("fp8_config").get("fp8_override_linear_precision")
-    if value is None or str(subject.top("mixed_precision")).lower() != "fp8":
-        return None
-    return None if isinstance(value, list) and len(value) == 3 else {"value": value}
 
 
 def _nvme(subject: Subject, used: bool) -> Cases:
@@ -248,9 +227,8 @@ def _missing_file(subject: Subject) -> Cases:
     place = subject.absent.get("deepspeed_config_file")
     if subject.engine is not Engine.DEEPSPEED or place is None:
         return None
-    where = PLACES.get(place, "is in a folder that this machine doesn't have")
     path = _deepspeed(subject, "deepspeed_config_file")
-    return {"file": path, "where": where, "severity": "warning" if place else None}
+    return {"file": path, "severity": "warning" if place else None}
 
 
 def _file_and_keys(subject: Subject) -> Cases:
@@ -285,16 +263,12 @@ ROWS = (
     ),
     Row(
         "AF206", "error", "{path}", "{key} names no class", "Accelerate looks for a class without a name and stops",
-        "{key}: NAME, or remove it, and the model decides", lambda s: _names(s, "empty"), seen="plugin",
-    ),
-    Row(
-        "AF206", "error", "{path}", "{key} has characters that only look like letters, or can't be seen: {letters}",
-        "Accelerate would look for a class of that name", "{key}: NAME, typed anew", lambda s: _names(s, "letters"),
+        "{key}: NAME, or remove it, and the model decides", lambda s: _names(s, empty=True), seen="plugin",
     ),
     Row(
         "AF206", "error", "{path}", "{key} is not one text of names joined by commas",
-        "Accelerate would look for a class with brackets, spaces or dots in its name", "{key}: {names}",
-        lambda s: _names(s, "joined"), seen="P65 accelerate#3748",
+        "Accelerate would look for a class with brackets, spaces, dots or odd letters in its name", "{key}: {names}",
+        lambda s: _names(s, empty=False), seen="P65 accelerate#3748",
     ),
     Row(
         "AF207", "error", "gpu_ids", "gpu_ids: {typed} is not text", "Accelerate stops: no attribute 'split'",
@@ -340,19 +314,13 @@ ROWS = (
         "gradient_clipping: {value} is neither a number nor auto",
         "Accelerate stops: could not convert string to float",
         "gradient_clipping: 1.0, or auto; without clipping leave it out",
-        _clipping, seen="plugin",
+        lambda s: _no_number(s, "gradient_clipping", whole=False), seen="plugin",
     ),
     Row(
         "AF213", "error", "deepspeed_config.gradient_accumulation_steps",
         "gradient_accumulation_steps: {value} is neither a whole number above 0 nor auto",
-        "DeepSpeed gets it as text, or stops at 0", "gradient_accumulation_steps: 1, or auto", _accumulation,
-    ),
-    Row(
-        "AF214", "error", "fp8_config.fp8_override_linear_precision",
-        "fp8_override_linear_precision: {value} is not a list of three",
-        "the launcher reads its first three letters as booleans and stops",
-        "fp8_override_linear_precision: [false, false, false], for fprop, dgrad and wgrad", _linear_precision,
-        seen="launcher",
+        "DeepSpeed gets it as text, or stops at 0", "gradient_accumulation_steps: 1, or auto",
+        lambda s: _no_number(s, "gradient_accumulation_steps", whole=True),
     ),
     Row(
         "AF216", "error", "deepspeed_config.{key}", "{device}: nvme{without}",
@@ -364,7 +332,8 @@ ROWS = (
         "remove {path}", lambda s: _nvme(s, used=False),
     ),
     Row(
-        "AF217", "error", "deepspeed_config.deepspeed_config_file", "deepspeed_config_file: {file} {where}",
+        "AF217", "error", "deepspeed_config.deepspeed_config_file",
+        "deepspeed_config_file: {file} is not in the folder you launch from",
         "each rank stops: Expected a string path to an existing deepspeed config",
         "deepspeed_config_file with a path that holds from where you launch", _missing_file, seen="plugin",
     ),
