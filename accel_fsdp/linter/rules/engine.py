@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from accel_fsdp.config import Edit, apply, short_name
-from accel_fsdp.job import clashes
-from accel_fsdp.job.combinations import TABLE
+from accel_fsdp.job import clashes, combinations
 from accel_fsdp.linter.rules.subject import Subject
 
 Severity = Literal["error", "warning", "note"]
@@ -76,7 +75,7 @@ class Row:
     def texts(self) -> list[tuple[str, str, str]]:
         """What, why and fix for readers, empty where each case has its own; those of the combinations it is about."""
         if self.of:
-            return [(clash.what, clash.why, clash.fix) for clash in TABLE if clash.name in self.of]
+            return [(clash.what, clash.why, clash.fix) for clash in combinations.TABLE if clash.name in self.of]
         return [(self.about or _shown(self.what), _shown(self.why), _shown(self.fix))]
 
 
