@@ -5,7 +5,7 @@ ruamel.yaml, which keeps comments.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -14,6 +14,7 @@ from accel_fsdp.job import clashes, combinations
 from accel_fsdp.linter.rules.subject import Subject
 
 Severity = Literal["error", "warning", "note"]
+Each: TypeAlias = Iterator[Mapping[str, Any]]
 Cases: TypeAlias = bool | Mapping[str, Any] | Iterable[Mapping[str, Any]] | None
 """What a row's `when` returns: whether the row applies, or the words of each case in which it does.
 

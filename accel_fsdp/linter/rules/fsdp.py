@@ -11,7 +11,7 @@ from accel_fsdp.config import (
     Edit,
     Engine,
 )
-from accel_fsdp.linter.rules.engine import Cases, Row, combined
+from accel_fsdp.linter.rules.engine import Cases, Each, Row, combined
 from accel_fsdp.linter.rules.subject import Subject
 
 SECTION = "fsdp_config"
@@ -100,7 +100,7 @@ def _reshard_is_a_name(subject: Subject) -> Cases:
     return {"value": value, "edits": edits}
 
 
-def _only_fsdp1(subject: Subject) -> Cases:
+def _only_fsdp1(subject: Subject) -> Each:
     for key in subject.section(SECTION) if subject.engine is Engine.FSDP2 else ():
         engines = field.engines if (field := BY_NAME.get((SECTION, key))) else frozenset()
         special = ("fsdp_sharding_strategy", "fsdp_min_num_params")  # AF303, AF307

@@ -18,7 +18,7 @@ from accel_fsdp.config import (
     known_fields,
 )
 from accel_fsdp.errors import near_key, typo_of
-from accel_fsdp.linter.rules.engine import Cases, Row
+from accel_fsdp.linter.rules.engine import Cases, Each, Row
 from accel_fsdp.linter.rules.subject import Subject
 
 SECTIONS = ("fsdp_config", "parallelism_config", "deepspeed_config", "dynamo_config", "fp8_config")
@@ -48,7 +48,7 @@ def _no_distributed_type(subject: Subject) -> Cases:
     return {"kinds": " or ".join(kinds or ["FSDP", "MULTI_GPU", "DEEPSPEED"]), "edits": edits}
 
 
-def _unknown_at_the_top(subject: Subject) -> Cases:
+def _unknown_at_the_top(subject: Subject) -> Each:
     """FSDP's keys belong into `fsdp_config`; a typo of a section stays where the file's engine would ignore that."""
     fields = known_fields("")
     for key in subject.section(""):
@@ -68,7 +68,7 @@ def _unknown_at_the_top(subject: Subject) -> Cases:
         yield {"key": key, "hint": hint, "fix": fix, "edits": edits}
 
 
-def _unknown_in_a_section(subject: Subject) -> Cases:
+def _unknown_in_a_section(subject: Subject) -> Each:
     """Not the keys of AF104 and AF105."""
     for section in SECTIONS:
         fields, content = known_fields(section), subject.section(section)
@@ -85,7 +85,7 @@ def _unknown_in_a_section(subject: Subject) -> Cases:
             yield {"path": f"{section}.{key}", "name": name, "hint": hint, "fix": fix, "edits": edits}
 
 
-def _retired(subject: Subject) -> Cases:
+def _retired(subject: Subject) -> Each:
     section = subject.section("fsdp_config")
     for old, new in RETIRED.items():
         if old in section:
@@ -93,21 +93,21 @@ def _retired(subject: Subject) -> Cases:
             yield {"old": old, "new": new, "edits": (edit,)}
 
 
-def _without_prefix(subject: Subject) -> Cases:
+def _without_prefix(subject: Subject) -> Each:
     fields = known_fields("parallelism_config")
     for key in subject.section("parallelism_config"):
         if (full := f"parallelism_config_{key}") in fields:
             yield {"key": key, "edits": (Edit("parallelism_config", key, new_key=full),)}
 
 
-def _not_a_mapping(subject: Subject) -> Cases:
+def _not_a_mapping(subject: Subject) -> Each:
     for section in SECTIONS:
         content = subject.values.get(section)
         if content is not None and not isinstance(content, Mapping):
             yield {"section": section, "content": repr(content)}
 
 
-def _without_effect(subject: Subject) -> Cases:
+def _without_effect(subject: Subject) -> Each:
     """Unless they have the launcher's defaults, as in every file of `accelerate config`; NVMe paths are AF216's."""
     for path, field, value in written(subject):
         if field.engines or field.kind is Kind.SECTION or field.key.endswith("_nvme_path"):
@@ -119,7 +119,7 @@ def _without_effect(subject: Subject) -> Cases:
             yield {"path": path, "key": field.key, "value": text, "help": field.help, "place": place}
 
 
-def _two_spellings(subject: Subject) -> Cases:
+def _two_spellings(subject: Subject) -> Each:
     for section in SECTIONS:
         content = subject.values.get(section)
         spellings: dict[str, tuple[str, Any]] = {}
@@ -138,7 +138,7 @@ def _two_spellings(subject: Subject) -> Cases:
             spellings[name] = str(key), value
 
 
-def _twice(subject: Subject) -> Cases:
+def _twice(subject: Subject) -> Each:
     for key, places in subject.doubled.items():
         line, column = places[-1]
         lines = ", ".join(str(number) for number, _ in places)
@@ -149,7 +149,7 @@ def _another_tool(subject: Subject) -> Cases:
     return {"key": next(iter(subject.section("")), ""), "tool": subject.foreign} if subject.foreign else None
 
 
-def _beside_another_engine(subject: Subject) -> Cases:
+def _beside_another_engine(subject: Subject) -> Each:
     kind = subject.values.get("distributed_type")
     for section, key, needed in READERS if kind is not None else ():  # AF101
         value = str(subject.top("mixed_precision")).lower() if key == "mixed_precision" else str(kind)

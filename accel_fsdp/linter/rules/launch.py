@@ -4,7 +4,7 @@ import re
 
 from accel_fsdp.config import BY_NAME, DEFAULT_PORT, FALSE_WORDS, LAUNCH_PLACES, MULTI_CPU, TRUE_WORDS, Edit, Engine
 from accel_fsdp.hardware import machines
-from accel_fsdp.linter.rules.engine import Cases, Row
+from accel_fsdp.linter.rules.engine import Cases, Each, Row
 from accel_fsdp.linter.rules.subject import Subject
 from accel_fsdp.units import counted, listed
 
@@ -50,7 +50,7 @@ def _no_address(subject: Subject) -> Cases:
     return {"machines": total, "severity": "error" if subject.starter else None}
 
 
-def _too_few(subject: Subject) -> Cases:
+def _too_few(subject: Subject) -> Each:
     for key in ("num_processes", "num_machines"):
         value = subject.values.get(key)
         if isinstance(value, int) and value < 1 and value != -1:
@@ -66,8 +66,7 @@ def _starter(subject: Subject) -> Cases:
 
 def _other_rank(subject: Subject, alone: bool) -> Cases:
     rank, total = subject.values.get("machine_rank"), subject.number("num_machines") or 1
-    is_number = isinstance(rank, int) and not isinstance(rank, bool)
-    if not is_number or 0 <= rank < total or alone != (total == 1):
+    if not isinstance(rank, int) or isinstance(rank, bool) or 0 <= rank < total or alone != (total == 1):
         return None
     return {"rank": rank, "machines": counted(total, "machine"), "last": total - 1}
 
@@ -96,7 +95,7 @@ def _count_of_ids(subject: Subject) -> int:
     return len([entry for entry in chosen.split(",") if entry.strip()])
 
 
-def _overruled(subject: Subject) -> Cases:
+def _overruled(subject: Subject) -> Each:
     for (section, key), field in BY_NAME.items():
         flag, value = subject.launcher.get(key), subject.section(section).get(key)
         if key in MAY_DIFFER or not field.engines or None in (flag, value) or _is_same_value(flag, value):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from accel_fsdp.config import BY_NAME, EXPERT_FLAG, ROW_AXES, Engine, mesh_fits, size_key, whole_mesh
 from accel_fsdp.job import from_arguments
-from accel_fsdp.linter.rules.engine import Cases, Row, combined
+from accel_fsdp.linter.rules.engine import Cases, Each, Row, combined
 from accel_fsdp.linter.rules.subject import Subject
 from accel_fsdp.models import Divisible
 
@@ -14,7 +14,7 @@ TENSOR, CONTEXT = (f"{SECTION}.{size_key(axis)}" for axis in ("tp", "cp"))
 RESHARD = "fsdp_reshard_after_forward"
 
 
-def _unused_axes(subject: Subject) -> Cases:
+def _unused_axes(subject: Subject) -> Each:
     """FSDP2 uses all but sp; DDP dp_replicate and tp; FSDP1 and TPU none; DeepSpeed sp, and beside it dp as batches."""
     sizes = {name: size for name, size in subject.mesh.items() if type(size) is int}
     sequences = subject.engine is Engine.DEEPSPEED and sizes.get("sp", 1) != 1
@@ -103,7 +103,7 @@ def _without_fsdp2(subject: Subject) -> Cases:
     return {**_axis(subject), "engine": subject.engine.label, "fix": _to_fsdp2(subject)}
 
 
-def _parts_of_rows(subject: Subject) -> Cases:
+def _parts_of_rows(subject: Subject) -> Each:
     is_sharded = subject.by_transformers and subject.engine is Engine.FSDP2
     for axis in (axis for axis in ROW_AXES if is_sharded and subject.axes[axis] > 1):
         yield {**_axis(subject), "other": f"{axis}_size: {subject.axes[axis]}", "key": size_key(axis)}

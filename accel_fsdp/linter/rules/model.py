@@ -3,7 +3,7 @@
 from accel_fsdp.config import LOW_DTYPES, TORCH_DTYPES, Edit, Engine
 from accel_fsdp.errors import did_you_mean
 from accel_fsdp.job import UNLESS_SFT, clashes
-from accel_fsdp.linter.rules.engine import Cases, Row, combined
+from accel_fsdp.linter.rules.engine import Cases, Each, Row, combined
 from accel_fsdp.linter.rules.fsdp import POLICY, VERSION
 from accel_fsdp.linter.rules.subject import Subject
 
@@ -47,7 +47,7 @@ def _embedding_units(subject: Subject, name: str) -> bool:
     return not subject.older("accelerate", "1.14") and not is_accepted
 
 
-def _holds_embedding(subject: Subject) -> Cases:
+def _holds_embedding(subject: Subject) -> Each:
     model = subject.model
     wraps = subject.engine is Engine.FSDP2 and subject.wrap_policy == "TRANSFORMER_BASED_WRAP"
     if model is None or not wraps or subject.older("accelerate", "1.14"):
@@ -88,7 +88,7 @@ def _storage(subject: Subject) -> Cases:
     return {"model": model.name, "stored": model.quant_storage, "dtype": dtype}
 
 
-def _quantised(subject: Subject) -> Cases:
+def _quantised(subject: Subject) -> Each:
     """A warning without arguments, which may ask for an adapter."""
     for clash in clashes(subject.job):
         if clash.parts == ("base",) and subject.model is not None:

@@ -7,7 +7,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from accel_fsdp.linter.rules.engine import Cases, Row
+from accel_fsdp.linter.rules.engine import Cases, Each, Row
 from accel_fsdp.linter.rules.subject import Subject
 
 RANK_WORDS = ("is_main_process", "is_local_main_process", "is_world_process_zero", "is_local_process_zero")
@@ -83,7 +83,7 @@ def _writes_nothing(subject: Subject) -> Cases:
     return [_at(subject, call) for call in _calls(subject, "save_model") if _on_trainer(call, names)]
 
 
-def _saves_shards(subject: Subject) -> Cases:
+def _saves_shards(subject: Subject) -> Each:
     names = _wrapped(subject)
     for call in _calls(subject, "save_pretrained"):
         owner = _owner(call)
@@ -92,7 +92,7 @@ def _saves_shards(subject: Subject) -> Cases:
             yield _at(subject, call)
 
 
-def _on_one_rank(subject: Subject) -> Cases:
+def _on_one_rank(subject: Subject) -> Each:
     """Trainer.save_state writes a small JSON on rank 0; a bare save_model is a function of the script's own."""
     statements = [part for node in _nodes(subject) if isinstance(node, ast.If) for part in _statements_of_rank_0(node)]
     names, gathered = _trainers(subject), set()

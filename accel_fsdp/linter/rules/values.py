@@ -19,7 +19,7 @@ from accel_fsdp.config import (
 )
 from accel_fsdp.errors import did_you_mean
 from accel_fsdp.job import from_arguments
-from accel_fsdp.linter.rules.engine import Cases, Row
+from accel_fsdp.linter.rules.engine import Cases, Each, Row
 from accel_fsdp.linter.rules.keys import written
 from accel_fsdp.linter.rules.subject import Subject
 
@@ -36,7 +36,7 @@ DEEPSPEED_FILE_KEYS = (
 PATTERN = "fsdp_config.fsdp_ignored_modules"
 
 
-def _bare_no(subject: Subject) -> Cases:
+def _bare_no(subject: Subject) -> Each:
     for section, key, method in (("", "mixed_precision", "lower"), ("dynamo_config", "dynamo_backend", "upper")):
         if subject.section(section).get(key) is False:
             word = subject.spelt(key, "no", section)
@@ -54,7 +54,7 @@ def _bare_no_engine(subject: Subject) -> Cases:
     return {"word": subject.spelt("distributed_type", "NO"), "why": why, "severity": severity}
 
 
-def _null(subject: Subject) -> Cases:
+def _null(subject: Subject) -> Each:
     """In the keys of a mesh that the launcher hands on, and in sections where null isn't an absent key."""
     for path, field, value in written(subject):
         if value is not None or field.key == "dynamo_backend" or field.key in NULL_IS_ABSENT:
@@ -76,7 +76,7 @@ def _is_read_from_mesh(subject: Subject, field: Field) -> bool:
     return subject.engine in engines and subject.values.get("distributed_type") != MULTI_CPU and not is_unread
 
 
-def _not_a_choice(subject: Subject) -> Cases:
+def _not_a_choice(subject: Subject) -> Each:
     for path, field, value in written(subject):
         if field.kind is not Kind.CHOICE or value is None or (field.key in QUOTED and value is False):
             continue
@@ -90,7 +90,7 @@ def _not_a_choice(subject: Subject) -> Cases:
         yield words | {"hint": did_you_mean(str(value), field.choices)}
 
 
-def _not_a_boolean(subject: Subject) -> Cases:
+def _not_a_boolean(subject: Subject) -> Each:
     for path, field, value in written(subject):
         if field.kind is Kind.BOOL and value is not None and str(value).lower() not in TRUE_WORDS + FALSE_WORDS:
             is_strategy = subject.engine is Engine.FSDP2 and str(value).upper() in STRATEGIES.values()
@@ -101,7 +101,7 @@ def _not_a_boolean(subject: Subject) -> Cases:
             yield {"path": path, "key": field.key, "value": value}
 
 
-def _not_a_whole_number(subject: Subject) -> Cases:
+def _not_a_whole_number(subject: Subject) -> Each:
     """YAML 1.1 reads `1e8` as text and `1.0e+8` as a float."""
     for path, field, value in written(subject):
         if field.kind is not Kind.INT or value is None or (isinstance(value, int) and not isinstance(value, bool)):
@@ -115,7 +115,7 @@ def _not_a_whole_number(subject: Subject) -> Cases:
         yield words | {"number": "N" if integer is None else integer}
 
 
-def _names(subject: Subject, empty: bool) -> Cases:
+def _names(subject: Subject, empty: bool) -> Each:
     """A list is passed on as its Python text; spaces and a module become part of a name, and so do odd letters.
 
     Only whole names are repaired: a dot in place of a comma would lose one.
@@ -147,7 +147,7 @@ def _joined(value: Any) -> str:
     return ",".join(map(str, value if isinstance(value, list) else [value]))
 
 
-def _by_truth(subject: Subject, quoted: bool) -> Cases:
+def _by_truth(subject: Subject, quoted: bool) -> Each:
     """`quoted`: the text "false"; else neither true nor false. Debugging slows down each collective."""
     names = READ_BY_TRUTH if subject.engine is Engine.TPU else READ_BY_TRUTH[:1]
     for name in (*names, *(("use_cpu",) if subject.engine is not Engine.NONE else ())):
@@ -175,7 +175,7 @@ def _bad_pattern(subject: Subject) -> Cases:
     return None
 
 
-def _number_in_quotes(subject: Subject) -> Cases:
+def _number_in_quotes(subject: Subject) -> Each:
     counted = [("", "num_machines")]
     if subject.engine is not Engine.NONE:
         counted.append(("", "main_process_port"))
@@ -193,8 +193,9 @@ def _number_in_quotes(subject: Subject) -> Cases:
 
 def _no_such_port(subject: Subject) -> Cases:
     port = subject.values.get("main_process_port")
-    is_number = isinstance(port, int) and not isinstance(port, bool) and subject.engine is not Engine.NONE
-    return {"port": port} if is_number and not 0 <= port <= LARGEST_PORT else None
+    if not isinstance(port, int) or isinstance(port, bool) or subject.engine is Engine.NONE:
+        return None
+    return None if 0 <= port <= LARGEST_PORT else {"port": port}
 
 
 def _no_number(subject: Subject, key: str, whole: bool) -> Cases:
@@ -208,7 +209,7 @@ def _deepspeed(subject: Subject, key: str) -> Any:
     return subject.section("deepspeed_config").get(key) if subject.engine is Engine.DEEPSPEED else None
 
 
-def _nvme(subject: Subject, used: bool) -> Cases:
+def _nvme(subject: Subject, used: bool) -> Each:
     """Offloads to NVMe if `used`, else paths of other devices."""
     section = subject.section("deepspeed_config")
     for what in ("optimizer", "param"):
