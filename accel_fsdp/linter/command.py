@@ -19,10 +19,8 @@ NAMES = frozenset({"AF102", "AF103", "AF104", "AF105", "AF108"})
 """The rules that repair the names of keys."""
 OF_SCRIPTS = "AF9"
 """The beginning of the codes of rules about training scripts."""
-SUFFIXES = (".yaml", ".yml", ".json")
-OURS = re.compile(
-    r"""^[\s{]*["']?(distributed_type|compute_environment|(fsdp|deepspeed)_config)["']?\s*:""", re.MULTILINE
-)
+SUFFIXES = (".yaml", ".yml")
+OURS = re.compile(r"""^\{?["']?(distributed_type|compute_environment|(fsdp|deepspeed)_config)["']?\s*:""", re.MULTILINE)
 """What tells an Accelerate YAML among the files of a folder."""
 IGNORED = re.compile(r"#\s*accel-fsdp:\s*ignore\s+(AF\d{3}(?:[\s,]+AF\d{3})*)", re.IGNORECASE)
 """The comment that leaves out rules at its line, or at the next one if it has a line for itself."""
@@ -36,7 +34,7 @@ def with_folders(options: CheckCommand) -> CheckCommand:
 def _files_of(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    files = [file for file in sorted(path.rglob("*")) if file.suffix in SUFFIXES and file.is_file()]
+    files = [file for file in sorted(path.rglob("[!.]*")) if file.suffix in SUFFIXES and file.is_file()]
     files = [file for file in files if OURS.search(yaml_file.read_text(file, "it can't be checked", "leave it out"))]
     if not files:
         raise UsageError(
