@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 RECORDS = "ACCEL_FSDP_RECORDS"
 """The variable that names the folder of recorded updates; if it isn't set, nothing is recorded."""
 MOST_UPDATES = 2
+DEEPSPEED = "DeepSpeed's engine reduces, clips and clears gradients itself, and steps on copies of its own"
 LOCAL_SGD = "LocalSGD averages the ranks' weights at intervals, not their gradients"
 UPDATES = Observation(
     "updates, to repeat them in one process",
@@ -50,12 +51,15 @@ UPDATES = Observation(
 )
 
 
-def begin(kind: "type[Recorder]") -> "Recorder | None":
+def begin() -> "Recorder | None":
     """Begins to record if a rehearsal requests it, before the script imports anything."""
     folder = os.environ.get(RECORDS)
+    if folder and LaunchEnvironment.now().uses_deepspeed:
+        events.report("unrepeated", why=DEEPSPEED)
+        return None
     if not folder or not UPDATES.is_possible:
         return None
-    recorder = kind(Path(folder))
+    recorder = Recorder(Path(folder))
     recorder.install()
     return recorder
 

@@ -66,8 +66,8 @@ class Update:
     `unscaled_alone`: how many would be if each were the only one of its step. `cast`: the dtype to which FSDP casts
     weights for a forward pass, `reduces`: that in which it reduces gradients. `dropped`: whether gradients were cleared
     between two backward passes, `midway`: whether it stepped before the last batch of a prepared dataloader,
-    `unprepared`: whether before the last one of a step, with gradients that were kept on each rank; `by_engine`:
-    whether DeepSpeed's engine clipped gradients and stepped; `unsharded` the weights in no unit of FSDP.
+    `unprepared`: whether before the last one of a step, with gradients that were kept on each rank; `unsharded`: the
+    weights in no unit of FSDP.
 
     Lines of the script: `line` of the last backward pass, `changed` and `altered` of what changed weights before the
     update and gradients before the step, by weight; `cleared` of what cleared gradients within it, `unsynced` of what
@@ -92,7 +92,6 @@ class Update:
     line: str = ""
     dropped: bool = False
     midway: bool = False
-    by_engine: bool = False
     unprepared: bool = False
     unsharded: list[str] = field(default_factory=list)
     changed: dict[str, str] = field(default_factory=dict)

@@ -327,8 +327,7 @@ class _Repeated:
         lowest, highest = (choose(known, key=lambda rank: known[rank]) for choose in (min, max))
         if known[highest] - known[lowest] > EXACT * known[highest]:
             line = clips[-1]["line"] if clips else self._line_of_change()
-            factors_now, by_engine = [known[lowest], known[highest]], self.first["by_engine"]
-            self._report("clipped-apart", line, factors=factors_now, ranks=[lowest, highest], by_engine=by_engine)
+            self._report("clipped-apart", line, factors=[known[lowest], known[highest]], ranks=[lowest, highest])
             return
         is_summed = len(factors) > 1 and math.isclose(known[lowest], len(factors), rel_tol=EXACT)
         if is_summed and not clips and not self.is_unscaled:
