@@ -130,8 +130,6 @@ def _divided(content: Mapping[str, Any]) -> Failure:
             "accelerator.backward(loss), which divides it; with Trainer, whose Accelerator doesn't, divide the loss by "
             "self.current_gradient_accumulation_steps or, in compute_loss, a sum by num_items_in_batch"
         )
-        if content.get("in_trainer"):
-            fix = "divide the loss by self.args.gradient_accumulation_steps: Trainer's accelerator.backward doesn't"
         return mistake(what, fix, content["line"])
     what = f"losses are divided by gradient_accumulation_steps twice: gradients are 1/{batches} of those of the mean"
     return mistake(what, "accelerator.backward(loss) divides it: leave out the script's own", content["line"])
@@ -240,12 +238,6 @@ PLAIN: Mapping[str, Text] = {
     "multiplied": Text(
         "the loss is multiplied by the {ranks} ranks, and gradients are averaged over these",
         "leave it out, or divide by the tokens or rows of all ranks",
-    ),
-    "trainer-loss": Text(
-        "Trainer's loss differs between the sharded and the plain model: their gradients differ by {apart:.2f} of "
-        "their norm",
-        "no --label_smoothing_factor under FSDP2, which renames the model's class: Trainer then doesn't shift labels; "
-        "or a compute_loss_func",
     ),
     "step": Text(
         "{optimizer} changes {name} by other values than in one process, apart by {apart:.2g} of their norm",

@@ -25,7 +25,6 @@ from accel_fsdp.launch.ranks.outputs import members, with_member
 from accel_fsdp.launch.ranks.parts import Parts, Place
 from accel_fsdp.launch.ranks.records import Clip, Forward, Step, Unrecordable, Update, recorded, setting, states_of
 from accel_fsdp.launch.ranks.summed_counts import SummedCounts, Sums
-from accel_fsdp.launch.ranks.trainer_losses import TrainerLosses
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
 
@@ -85,7 +84,7 @@ class Recorder:
         self.boundary: list[Any] = []
         self.returned: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.remove: list[Callable[[], None]] = []
-        self.trainer_losses, self.counts = TrainerLosses(self._newest), SummedCounts()
+        self.counts = SummedCounts()
         self.lines = ObservedLines(self._is_outside, lambda: self.places)
 
     def install(self) -> None:
@@ -136,7 +135,6 @@ class Recorder:
     def keep_all(self, accelerator: Any, *args: Any, **kwargs: Any) -> None:
         from torch import nn
 
-        self.trainer_losses.watch()
         for model in args:
             if isinstance(model, nn.Module):
                 self.keep(model)
@@ -195,9 +193,6 @@ class Recorder:
         finally:
             self.depth -= 1
         return result if forward is None else self._watch_output(forward, result)
-
-    def _newest(self) -> tuple[int, Forward | None]:
-        return self.written, self.update.forwards[-1] if self.update is not None and self.update.forwards else None
 
     def _begin_forward(self, module: "nn.Module", args: Any, kwargs: Any) -> Forward | None:
         import torch

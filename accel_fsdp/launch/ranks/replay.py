@@ -114,7 +114,6 @@ class _Repeated:
         self.buffers, self.buffer_lines = recorder.buffers[next(iter(used))], recorder.lines.buffer_lines
         self.wrapped_at = recorder.wrapped_at
         self.is_unscaled = loss_shares.lack_ranks(updates)
-        self.trainer_losses = recorder.trainer_losses.calls
         self.weights = {user_name(path): weight for path, weight in model.named_parameters()}
 
     def compare(self) -> None:
@@ -143,15 +142,13 @@ class _Repeated:
         if self.is_unscaled and math.isclose(ratio(reduced, plain), len(self.with_rows), rel_tol=SUMMED):
             self.is_unscaled = False
             plain = {name: len(self.with_rows) * gradient for name, gradient in plain.items()}
-        self._compare_trainer_losses()
         if self.number:  # gradients of weights that no optimizer has accumulate over steps
             plain = {name: gradient for name, gradient in plain.items() if name in covered}
         worst = self._compare_gradients(reduced, {name: plain[name] for name in plain if name in {*reduced, *covered}})
         self._compare_clipping(reduced, used)
         self._compare_losses()
         if self.is_unscaled and not loss_shares.scales_gradients(self.first):
-            lines = (loss.line for loss in self.trainer_losses if loss.update == self.number and loss.line)
-            self._report("unscaled", next(lines, self.first["line"]), ranks=len(self.with_rows))
+            self._report("unscaled", self.first["line"], ranks=len(self.with_rows))
         if content := loss_shares.flaw(self.with_rows):
             self._report("counted", self.first["line"], **content)
         before, after = self._whole_tensors("weights"), self._whole_tensors("after")
@@ -263,17 +260,6 @@ class _Repeated:
         precision = self.first["precision"]
         dtype = getattr(torch, LONG_DTYPES[precision]) if precision in LONG_DTYPES else None
         return torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None)
-
-    def _compare_trainer_losses(self) -> None:
-        """Reports a loss of Trainer whose gradients differ for the plain model, and a script's that isn't divided."""
-        for loss in (loss for loss in self.trainer_losses if loss.update == self.number):
-            try:
-                with alone(), self._as_recorded(self.model, vars(loss.forward)):
-                    content = loss.flaw(self.model, EXACT if self.exact else ROUNDED)
-            except Exception:  # a script's own trainer may raise any error without its model
-                return
-            if content:
-                return self._report(**{**content, "line": content["line"] or self.first["line"]})
 
     def _compare_gradients(self, reduced: Tensors, plain: Tensors) -> float:
         """The largest relative difference of a gradient; if too large, it or the ratio of all gradients is reported."""
