@@ -257,11 +257,6 @@ PLAIN: Mapping[str, Text] = {
         "not prepared",
         "model, optimizer = accelerator.prepare(model, optimizer)",
     ),
-    "unscaled": Text(
-        "the loss is a sum divided by a count of all {ranks} ranks: gradients are 1/{ranks} of those of the mean, as "
-        "they are averaged over ranks too",
-        "multiply the loss by the number of ranks before backward",
-    ),
 }
 """The differences whose message depends on no other value."""
 DECIDED: Mapping[str, Callable[[Mapping[str, Any]], Failure]] = {

@@ -62,13 +62,6 @@ def test_a_training_step_that_does_not_divide(tiny_model: Path, tmp_path: Path) 
     assert step["line"].endswith(f"with_trainer.py:{_line_of(script, 'loss.backward()')}")
 
 
-def test_a_sum_divided_by_the_tokens_of_all_ranks(tiny_model: Path, tmp_path: Path) -> None:
-    script = HERE / "with_trainer.py"
-    step = rehearsed(yaml_file(tmp_path, {}), script, tiny_model, tmp_path / "saved", "tokens")
-    assert not step["passed"]
-    assert "the loss is a sum divided by a count of all 2 ranks" in step["said"]
-
-
 def test_a_trainers_own_loader_that_is_not_prepared(tiny_model: Path, tmp_path: Path) -> None:
     script = HERE / "with_trainer.py"
     step = rehearsed(yaml_file(tmp_path, {}), script, tiny_model, tmp_path / "saved", "loader")

@@ -24,7 +24,6 @@ from accel_fsdp.launch.ranks.observing import Observation, after, before, replac
 from accel_fsdp.launch.ranks.outputs import members, with_member
 from accel_fsdp.launch.ranks.parts import Parts, Place
 from accel_fsdp.launch.ranks.records import Clip, Forward, Step, Unrecordable, Update, recorded, setting, states_of
-from accel_fsdp.launch.ranks.summed_counts import SummedCounts, Sums
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
 
@@ -84,7 +83,6 @@ class Recorder:
         self.boundary: list[Any] = []
         self.returned: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.remove: list[Callable[[], None]] = []
-        self.counts = SummedCounts()
         self.lines = ObservedLines(self._is_outside, lambda: self.places)
 
     def install(self) -> None:
@@ -93,7 +91,6 @@ class Recorder:
         from torch.nn.parallel import DistributedDataParallel
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-        self.counts.install()
         before(DistributedDataParallel, "__init__", lambda _, module, *__, **___: self.keep(module))
         before(fsdp.FullyShardedDataParallel, "__init__", lambda _, module, *__, **___: self._keep_whole(module))
         before(fsdp, "fully_shard", lambda module, *_, **__: self._keep_whole(module))
@@ -241,6 +238,7 @@ class Recorder:
             why = why or f"{hook} reduces gradients to something else than their mean"
         update = Update(weights, trained, precision.of(model), precision.cast(model), precision.reduces(model), why=why)
         update.accumulation, update.unsharded = accumulation.batches(), parts.unsharded(self.places)
+        update.divisor = precision.divisor(model)
         update.changed = self.lines.of(self.places, lambda parameter: parameter)
         self.lines.forget()
         return update
@@ -300,7 +298,7 @@ class Recorder:
         return original(outputs, [copies.get(id(tensor), tensor) for tensor in parameters], *args, **kwargs)
 
     def _record_backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> None:
-        update, sums = self.update, Sums()
+        update = self.update
         if update is not None and not self.in_backward:
             roots = tensors if isinstance(tensors, list | tuple) else [tensors]
             names = {id(place.parameter): place.name for place in self.places}
@@ -309,7 +307,6 @@ class Recorder:
                 update.why = update.why or f"{reached.weight} is used outside of the model's forward"
             if reached.weight or reached.outputs:
                 self.check_kept(update)
-                sums = self.counts.watch(roots)
             else:  # no gradient comes to the model
                 update = None
         nested, self.in_backward = self.in_backward, True
@@ -320,8 +317,6 @@ class Recorder:
         if update is not None and not nested:
             update.line = script.line_of_stack(sys._getframe(2))
             update.backwards += 1
-            update.unscaled += self.counts.lacks_ranks(sums, is_only=False)
-            update.unscaled_alone += self.counts.lacks_ranks(sums, is_only=True)
             update.reduced = self._gradients()
             update.unsynced = self.lines.unsynced
             self.lines.forget()
