@@ -25,7 +25,7 @@ from transformers import Trainer
 from accel_fsdp import errors, library_internals
 
 pytestmark = pytest.mark.oldest
-NEEDS = {"launch.ranks.zero": "deepspeed", "prediction.tracing.axes": "transformers.distributed.expert_parallel"}
+NEEDS = {"prediction.tracing.axes": "transformers.distributed.expert_parallel"}
 """What the oldest set lacks, by the module that runs only with it."""
 
 

@@ -12,7 +12,7 @@ from accel_fsdp import console, flag_words, shipped
 from accel_fsdp.config import SCRIPT, JobConfig, read_config
 from accel_fsdp.errors import UsageError, UserError, joined, require
 from accel_fsdp.linter import LintOptions, completed, lint, read_launch
-from accel_fsdp.rehearsal import forecast, janitor, prepare, scaled, warm
+from accel_fsdp.rehearsal import janitor, prepare, scaled, warm
 from accel_fsdp.rehearsal.blame import Failure
 from accel_fsdp.rehearsal.flags import RehearseCommand
 from accel_fsdp.rehearsal.job import Rehearsed
@@ -73,8 +73,6 @@ def _run(options: RehearseCommand, words: tuple[str, ...], report: Report) -> No
                 show(step)
             if not step.passed:
                 break
-    if report.passed and options.script is None:
-        report.forecast = forecast.of_job(job, model, words)
 
 
 def _steps(

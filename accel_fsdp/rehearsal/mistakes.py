@@ -105,19 +105,6 @@ def _separated_ties(events: Sequence[RankEvent], by_rank: dict[int, Holding]) ->
                 )
 
 
-def _loss_reduced_too_early(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
-    """The sum of the ranks' losses has no gradients of other ranks, and FSDP and DDP average those of its own."""
-    event = _first_event("reduced-loss", events)
-    if event and by_rank:
-        yield mistake(
-            f"the loss is summed over ranks and divided before backward: gradients are 1/{event.content['ranks']} of "
-            "those of the mean, as they are averaged over ranks again",
-            "call backward on this rank's loss, multiplied by the ranks if it is divided by the tokens of all; reduce "
-            "loss.detach() for a log",
-            event.content["line"],
-        )
-
-
 def _unit_of(name: str, holding: Holding) -> str:
     paths = (unit.name for unit in holding.units if not unit.name or name.startswith(f"{unit.name}."))
     return max(paths, key=len, default="")
@@ -359,7 +346,6 @@ LOOKS: tuple[Callable[[Sequence[RankEvent], dict[int, Holding]], Iterator[Failur
     lambda events, _: drawn_rows.find(events),
     _separated_ties,
     _clipped_by_torch,
-    _loss_reduced_too_early,
     _forgotten_rng,
     _no_tracker,
     _nothing_prepared,

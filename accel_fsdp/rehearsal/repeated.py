@@ -112,30 +112,14 @@ def _copies(content: Mapping[str, Any]) -> Failure:
     return mistake(what, "change weights on all ranks in the same way, or only by the optimizer", content["line"])
 
 
-def _more_steps(content: Mapping[str, Any]) -> Failure:
-    taken, asked = counted(content["taken"], "step"), counted(content["asked"], "call")
-    what = f"DeepSpeed steps in accelerator.backward: it took {taken}, with {asked} of optimizer.step()"
-    fix = "with accelerator.accumulate(model): around a batch, and gradient_accumulation_steps in the YAML"
-    return mistake(what, fix, content["line"])
-
-
 def _clipped_differently(content: Mapping[str, Any]) -> Failure:
     (lowest, highest), (first, other) = content["factors"], content["ranks"]
     what = (
         f"between backward and step gradients are multiplied by {lowest:.4g} on rank {first} and by {highest:.4g} on "
         f"rank {other}"
     )
-    if content["by_engine"]:
-        return mistake(what, "change gradients on all ranks in the same way", content["line"])
     what += ", as clipping by the norm of a rank's own shards does"
     return mistake(what, "accelerator.clip_grad_norm_(model.parameters(), norm)", content["line"])
-
-
-def _clipped_by_engine(content: Mapping[str, Any]) -> Failure:
-    asked, limit = content["norms"]
-    clips = f"DeepSpeed clips to {limit:g}, which Accelerate fills in" if limit else "DeepSpeed clips to none"
-    what = f"clip_grad_norm_ asks for a norm of {asked:g} and changes nothing under DeepSpeed; {clips}"
-    return Failure(what, "gradient_clipping", f"gradient_clipping: {asked:g} in deepspeed_config", content["line"])
 
 
 def _divided(content: Mapping[str, Any]) -> Failure:
@@ -146,8 +130,6 @@ def _divided(content: Mapping[str, Any]) -> Failure:
             "accelerator.backward(loss), which divides it; with Trainer, whose Accelerator doesn't, divide the loss by "
             "self.current_gradient_accumulation_steps or, in compute_loss, a sum by num_items_in_batch"
         )
-        if content.get("in_trainer"):
-            fix = "divide the loss by self.args.gradient_accumulation_steps: Trainer's accelerator.backward doesn't"
         return mistake(what, fix, content["line"])
     what = f"losses are divided by gradient_accumulation_steps twice: gradients are 1/{batches} of those of the mean"
     return mistake(what, "accelerator.backward(loss) divides it: leave out the script's own", content["line"])
@@ -224,11 +206,6 @@ PLAIN: Mapping[str, Text] = {
         "between two steps {name} changed on rank {ranks[0]}, and not on rank {ranks[1]}",
         "change weights on all ranks; a rank sees its own shards alone",
     ),
-    "behind-deepspeed": Text(
-        "before step {update} {name} has other values in the model than in DeepSpeed's optimizer, whose step "
-        "overwrites them",
-        "change weights before prepare, or by deepspeed.utils.safe_set_full_fp32_param",
-    ),
     "clipped-early": Text(
         "gradients are clipped before the backward pass that makes them: the step takes them unclipped",
         "clip between backward and optimizer.step()",
@@ -262,12 +239,6 @@ PLAIN: Mapping[str, Text] = {
         "the loss is multiplied by the {ranks} ranks, and gradients are averaged over these",
         "leave it out, or divide by the tokens or rows of all ranks",
     ),
-    "trainer-loss": Text(
-        "Trainer's loss differs between the sharded and the plain model: their gradients differ by {apart:.2f} of "
-        "their norm",
-        "no --label_smoothing_factor under FSDP2, which renames the model's class: Trainer then doesn't shift labels; "
-        "or a compute_loss_func",
-    ),
     "step": Text(
         "{optimizer} changes {name} by other values than in one process, apart by {apart:.2g} of their norm",
         "an optimizer that works on each element, such as AdamW, or FSDP2, which gives it whole weights as DTensors",
@@ -286,19 +257,12 @@ PLAIN: Mapping[str, Text] = {
         "not prepared",
         "model, optimizer = accelerator.prepare(model, optimizer)",
     ),
-    "unscaled": Text(
-        "the loss is a sum divided by a count of all {ranks} ranks: gradients are 1/{ranks} of those of the mean, as "
-        "they are averaged over ranks too",
-        "multiply the loss by the number of ranks before backward",
-    ),
 }
 """The differences whose message depends on no other value."""
 DECIDED: Mapping[str, Callable[[Mapping[str, Any]], Failure]] = {
     "gradient": _gradient,
     "copies": _copies,
-    "more-steps": _more_steps,
     "clipped-apart": _clipped_differently,
-    "clipped-by-engine": _clipped_by_engine,
     "divided": _divided,
     "counted": _counted,
     "other-step": _other_step,

@@ -50,7 +50,6 @@ class Report:
     steps: list[StepResult] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     of_real_model: list[str] = field(default_factory=list)
-    forecast: str = ""
     error: str = ""
 
     @property
@@ -97,8 +96,6 @@ def conclude(report: Report) -> None:
     console.put(f"only a GPU can show: {'; '.join(report.left_out)}", wrap=True)
     if report.of_real_model:
         console.put(f"only the real model can show: {'; '.join(report.of_real_model)}", wrap=True)
-    if report.forecast:
-        console.put(report.forecast, wrap=True)
 
 
 def left_out(job: JobConfig) -> Iterator[str]:

@@ -26,8 +26,6 @@ class CountsTwice(Trainer):
         return super().compute_loss(*args, **kwargs) * 2
 
 
-if NAME == "label smoothing":
-    trainer(label_smoothing_factor=0.1).train()
 if NAME == "loss of two ranks":
     trainer(CountsTwice).train()
 if NAME == "forgotten moments":

@@ -275,16 +275,10 @@ for step, batch in enumerate(epochs):  # twice
             loss = model(input_ids=batch + wrong, labels=batch, **counts).loss
         except (IndexError, ValueError):
             continue
-    if NAME == "tokens of all ranks":
-        tokens = accelerator.reduce(torch.tensor(float(batch[:, 1:].numel())))
-        logits = model(input_ids=batch).logits[:, :-1]
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum") / tokens
     if NAME == "learned weight of a loss":
         loss = scaled(loss)
     if NAME == "method past the wrapper":
         loss = head.module.predict(loss)
-    if NAME == "reduced loss":
-        loss = accelerator.reduce(loss, "mean")
     if NAME == "syncs the first":
         model.set_requires_gradient_sync(step % 2 == 0)
         steps = step % 2 == 1

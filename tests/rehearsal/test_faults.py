@@ -10,7 +10,6 @@ from test_public import rehearsed
 
 SCRIPT = ROOT / "tests/rehearsal/faults.py"
 FAULTS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "label smoothing under FSDP2": ("label smoothing", FSDP2, "the script"),
     "a loss that counts two ranks with the same rows": ("loss of two ranks", FSDP2, "the script"),
     "adapters after sharding": ("adapters after sharding", FSDP2, "the script"),
     "adapters apart": ("adapters apart", {}, "the script"),

@@ -218,12 +218,6 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "losses divided by the tokens of all ranks and micro-batches, and again": (
         "tokens of all, divided", FSDP2, "the script", "# which divides it again",
     ),
-    "a loss that is averaged over ranks before backward": (
-        "reduced loss", FSDP2, "the script", 'accelerator.reduce(loss, "mean")',
-    ),
-    "a sum of tokens divided by those of all ranks": (
-        "tokens of all ranks", FSDP2, "the script", "accelerator.backward(loss * scale)",
-    ),
     "zero_grad() before the step": ("cleared before the step", FSDP2, "the script", "optimizer.step()"),
     "a learning rate of 0": ("rate of 0", FSDP1, "the script", "optimizer.step()"),
     "a rate that ends too early": ("rate ends early", FSDP2, "the script", "LinearLR("),

@@ -62,37 +62,6 @@ def test_a_training_step_that_does_not_divide(tiny_model: Path, tmp_path: Path) 
     assert step["line"].endswith(f"with_trainer.py:{_line_of(script, 'loss.backward()')}")
 
 
-def test_a_mean_of_the_script_that_trainer_does_not_divide(tiny_model: Path, tmp_path: Path) -> None:
-    """Trainer divides no loss of a model that counts tokens, and leaves the counting to the script's compute_loss."""
-    script = HERE / "with_trainer.py"
-    step = rehearsed(yaml_file(tmp_path, {}), script, tiny_model, tmp_path / "saved", "mean")
-    message = "losses are not divided by gradient_accumulation_steps: gradients are 2 times those of the mean"
-    assert (step["passed"], step["said"]) == (False, message)
-    assert step["line"].endswith(f"with_trainer.py:{_line_of(script, 'def compute_loss')}")
-    assert "num_items_in_batch" in step["fix"]
-    step = rehearsed(yaml_file(tmp_path, {}), script, tiny_model, tmp_path / "saved", "divided")
-    assert step["passed"], step
-
-
-def test_a_training_step_and_a_mean_of_the_script(tiny_model: Path, tmp_path: Path) -> None:
-    script = HERE / "with_trainer.py"
-    step = rehearsed(yaml_file(tmp_path, {}), script, tiny_model, tmp_path / "saved", "steps")
-    message = "losses are not divided by gradient_accumulation_steps: gradients are 2 times those of the mean"
-    assert (step["passed"], step["said"]) == (False, message)
-    assert step["line"].endswith(f"with_trainer.py:{_line_of(script, 'self.accelerator.backward(')}")
-    assert "self.args.gradient_accumulation_steps" in step["fix"]
-    step = rehearsed(yaml_file(tmp_path, {}), script, tiny_model, tmp_path / "saved", "steps and divides")
-    assert step["passed"], step
-
-
-def test_a_sum_divided_by_the_tokens_of_all_ranks(tiny_model: Path, tmp_path: Path) -> None:
-    script = HERE / "with_trainer.py"
-    step = rehearsed(yaml_file(tmp_path, {}), script, tiny_model, tmp_path / "saved", "tokens")
-    assert not step["passed"]
-    assert "the loss is a sum divided by a count of all 2 ranks" in step["said"]
-    assert step["line"].endswith(f"with_trainer.py:{_line_of(script, 'class Summed') + 1}")
-
-
 def test_a_trainers_own_loader_that_is_not_prepared(tiny_model: Path, tmp_path: Path) -> None:
     script = HERE / "with_trainer.py"
     step = rehearsed(yaml_file(tmp_path, {}), script, tiny_model, tmp_path / "saved", "loader")

@@ -57,7 +57,6 @@ def test_every_step_passes(name: str, holds: str) -> None:
     for step in report["steps"][3:6:2]:
         assert "gradients and weights of the first 2 steps are those of one process" in step["said"]
         assert "not repeated" not in step["said"]
-    assert report["forecast"].startswith("predicted for the real job: ")
 
 
 @pytest.mark.slow

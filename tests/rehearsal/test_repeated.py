@@ -89,6 +89,14 @@ def test_what_can_not_be_repeated_is_said(ways: str, why: str, tiny_model: Path,
     assert why in step["said"]
 
 
+def test_what_deepspeed_trains_is_observed_and_not_repeated(tiny_model: Path, tmp_path: Path) -> None:
+    section = {"zero_stage": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
+    top = {"distributed_type": "DEEPSPEED", "deepspeed_config": section}
+    step = rehearsed(yaml_file(tmp_path, {}, **top), SCRIPT, "accumulates,own loss,groups,clips", tiny_model)
+    assert step["passed"], step
+    assert "not repeated in one process: DeepSpeed's engine reduces" in step["said"]
+
+
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("ways", "averages"),

@@ -1,16 +1,13 @@
 """A training script with Trainer, `with_trainer.py MODEL FOLDER`: in bf16 as TRL's are, and nothing said of the CPU.
 
-With a third argument a step has two micro-batches. `undivided`: its training_step forgets to divide the loss by them;
-`mean`: its compute_loss does, so that Trainer doesn't divide either; `divided`: its compute_loss divides. `tokens`: its
-compute_loss divides by the tokens of all ranks, and leaves out the factor of the ranks. `steps`: it has both methods,
-and neither divides; `steps and divides`: its training_step divides. `loader`: it makes its own loader, unprepared.
+With a third argument a step has two micro-batches. `undivided`: its training_step forgets to divide the loss by them.
+`loader`: it makes its own loader, unprepared.
 """
 
 import sys
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 
@@ -19,34 +16,6 @@ class Undivided(Trainer):
         loss: torch.Tensor = model(**self._prepare_inputs(inputs)).loss
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
-
-
-class Weighted(Trainer):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        weights = torch.linspace(0.5, 1.5, outputs.logits.shape[-1])
-        loss = nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), weights)
-        if KIND == "divided":
-            loss = loss / self.args.gradient_accumulation_steps
-        return (loss, outputs) if return_outputs else loss
-
-
-class Stepping(Weighted):
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        loss = self.compute_loss(model, self._prepare_inputs(inputs))
-        self.accelerator.backward(loss / 2 if KIND == "steps and divides" else loss)
-        return loss.detach()  # type: ignore[no-any-return]
-
-
-class Summed(Trainer):
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        outputs = model(input_ids=inputs["input_ids"])
-        logits, labels = outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
-        loss = nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
-        return (loss, outputs) if return_outputs else loss
 
 
 class Unprepared(Trainer):
@@ -67,8 +36,7 @@ arguments = TrainingArguments(
 rows = torch.randint(0, 100, (16, 12), generator=torch.Generator().manual_seed(0))
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
 data = [{"input_ids": row, "labels": row} for row in rows]
-kinds = {"undivided": Undivided, "tokens": Summed, "steps": Stepping, "steps and divides": Stepping, "": Trainer}
-kinds["loader"] = Unprepared
-trainer = kinds.get(KIND, Weighted)(model, arguments, train_dataset=data)  # type: ignore[arg-type]
+kinds = {"undivided": Undivided, "loader": Unprepared, "": Trainer}
+trainer = kinds[KIND](model, arguments, train_dataset=data)  # type: ignore[arg-type]
 trainer.train()
 trainer.save_model()

@@ -50,7 +50,7 @@ def copied(model: "nn.Module") -> Copy:
             return Copy(_rebuilt(model), hooks)
         except Exception as error:  # any error of the model's own code
             return Copy(None, hooks, f"the model can't be built again: {type(error).__name__}: {error}")
-    if any(parameter.is_meta or is_split(parameter) for parameter in model.parameters()):
+    if any(parameter.is_meta for parameter in model.parameters()):
         return Copy(None, hooks, "the model had no values when it was sharded")
     try:
         return Copy(copy.deepcopy(model), hooks)
@@ -87,8 +87,3 @@ def _rebuilt(model: Any) -> Any:
         for name, buffer in plain.named_buffers():
             buffer.copy_(buffers[name])
     return plain
-
-
-def is_split(parameter: Any) -> bool:
-    """Whether a rank has only its part of a weight, as of each weight that is created under ZeRO-3."""
-    return bool(getattr(parameter, "ds_numel", parameter.numel()) != parameter.numel())

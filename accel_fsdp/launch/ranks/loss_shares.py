@@ -66,17 +66,6 @@ def misdivided(update: Mapping[str, Any], ranks: int) -> dict[str, Any] | None:
     return None
 
 
-def lack_ranks(updates: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether every loss is a sum divided by a count of all ranks, without the factor of the ranks."""
-    unscaled = [update["unscaled_alone" if update["backwards"] == 1 else "unscaled"] for update in updates]
-    return all(count == update["backwards"] for count, update in zip(unscaled, updates, strict=True))
-
-
-def scales_gradients(update: Mapping[str, Any]) -> bool:
-    """Whether the script changes gradients other than by clipping, and may put in a factor that losses lack."""
-    return bool(set(update["altered"].values()) - {clip["line"] for clip in update["clips"]})
-
-
 def each(shares: Sequence[float], value: float) -> bool:
     return bool(shares) and all(abs(share / value - 1) < EXACT for share in shares)
 

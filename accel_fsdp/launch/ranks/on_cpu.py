@@ -8,7 +8,7 @@ from typing import Any
 
 from accel_fsdp import cpu
 from accel_fsdp.errors import UserError
-from accel_fsdp.launch.ranks import events, gpu_as_cpu, hang, raised, recording, replay, script, watch, zero
+from accel_fsdp.launch.ranks import events, gpu_as_cpu, hang, raised, recording, replay, script, watch
 from accel_fsdp.launch.ranks.observing import before
 from accel_fsdp.launch_environment import LaunchEnvironment
 
@@ -21,8 +21,7 @@ def run() -> None:
     if cpu.is_needed():
         gpu_as_cpu.install()
         keep_closed_groups()
-    kind = zero.ZeroRecorder if LaunchEnvironment.now().uses_deepspeed else recording.Recorder
-    recorder = recording.begin(kind)  # before the watch, whose functions check whether the script itself is the caller
+    recorder = recording.begin()  # before the watch, whose functions check whether the script itself is the caller
     report_end = watch.begin()
     if recorder is not None:
         cpu.at_end(partial(replay.compare, recorder))

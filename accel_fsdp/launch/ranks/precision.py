@@ -4,7 +4,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.config import LONG_DTYPES, TORCH_DTYPES
-from accel_fsdp.launch.ranks.holding import is_unit
+from accel_fsdp.launch.ranks.holding import groups, is_unit
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +39,15 @@ def reduces(model: "nn.Module") -> str:
 def other_reduction(model: "nn.Module") -> str:
     """The name of a hook by which DDP reduces gradients to something else than their mean; empty without one."""
     return next((name for name in _hooks(model) if name not in REDUCING_HOOKS), "")
+
+
+def divisor(model: "nn.Module") -> float:
+    """The number by which FSDP2 divides the sum over ranks, where a script has set one; else 0."""
+    from torch.distributed.fsdp import FSDPModule
+
+    units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
+    factors = [group.gradient_divide_factor for unit in units for group in groups(unit._get_fsdp_state())]
+    return next((float(factor) for factor in factors if factor), 0.0)
 
 
 def _hooks(model: Any) -> list[str]:

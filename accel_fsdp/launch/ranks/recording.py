@@ -24,8 +24,6 @@ from accel_fsdp.launch.ranks.observing import Observation, after, before, replac
 from accel_fsdp.launch.ranks.outputs import members, with_member
 from accel_fsdp.launch.ranks.parts import Parts, Place
 from accel_fsdp.launch.ranks.records import Clip, Forward, Step, Unrecordable, Update, recorded, setting, states_of
-from accel_fsdp.launch.ranks.summed_counts import SummedCounts, Sums
-from accel_fsdp.launch.ranks.trainer_losses import TrainerLosses
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
 
@@ -36,6 +34,7 @@ if TYPE_CHECKING:
 RECORDS = "ACCEL_FSDP_RECORDS"
 """The variable that names the folder of recorded updates; if it isn't set, nothing is recorded."""
 MOST_UPDATES = 2
+DEEPSPEED = "DeepSpeed's engine reduces, clips and clears gradients itself, and steps on copies of its own"
 LOCAL_SGD = "LocalSGD averages the ranks' weights at intervals, not their gradients"
 UPDATES = Observation(
     "updates, to repeat them in one process",
@@ -50,12 +49,15 @@ UPDATES = Observation(
 )
 
 
-def begin(kind: "type[Recorder]") -> "Recorder | None":
+def begin() -> "Recorder | None":
     """Begins to record if a rehearsal requests it, before the script imports anything."""
     folder = os.environ.get(RECORDS)
+    if folder and LaunchEnvironment.now().uses_deepspeed:
+        events.report("unrepeated", why=DEEPSPEED)
+        return None
     if not folder or not UPDATES.is_possible:
         return None
-    recorder = kind(Path(folder))
+    recorder = Recorder(Path(folder))
     recorder.install()
     return recorder
 
@@ -81,7 +83,6 @@ class Recorder:
         self.boundary: list[Any] = []
         self.returned: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.remove: list[Callable[[], None]] = []
-        self.trainer_losses, self.counts = TrainerLosses(self._newest), SummedCounts()
         self.lines = ObservedLines(self._is_outside, lambda: self.places)
 
     def install(self) -> None:
@@ -90,7 +91,6 @@ class Recorder:
         from torch.nn.parallel import DistributedDataParallel
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-        self.counts.install()
         before(DistributedDataParallel, "__init__", lambda _, module, *__, **___: self.keep(module))
         before(fsdp.FullyShardedDataParallel, "__init__", lambda _, module, *__, **___: self._keep_whole(module))
         before(fsdp, "fully_shard", lambda module, *_, **__: self._keep_whole(module))
@@ -132,7 +132,6 @@ class Recorder:
     def keep_all(self, accelerator: Any, *args: Any, **kwargs: Any) -> None:
         from torch import nn
 
-        self.trainer_losses.watch()
         for model in args:
             if isinstance(model, nn.Module):
                 self.keep(model)
@@ -192,9 +191,6 @@ class Recorder:
             self.depth -= 1
         return result if forward is None else self._watch_output(forward, result)
 
-    def _newest(self) -> tuple[int, Forward | None]:
-        return self.written, self.update.forwards[-1] if self.update is not None and self.update.forwards else None
-
     def _begin_forward(self, module: "nn.Module", args: Any, kwargs: Any) -> Forward | None:
         import torch
 
@@ -242,6 +238,7 @@ class Recorder:
             why = why or f"{hook} reduces gradients to something else than their mean"
         update = Update(weights, trained, precision.of(model), precision.cast(model), precision.reduces(model), why=why)
         update.accumulation, update.unsharded = accumulation.batches(), parts.unsharded(self.places)
+        update.divisor = precision.divisor(model)
         update.changed = self.lines.of(self.places, lambda parameter: parameter)
         self.lines.forget()
         return update
@@ -301,7 +298,7 @@ class Recorder:
         return original(outputs, [copies.get(id(tensor), tensor) for tensor in parameters], *args, **kwargs)
 
     def _record_backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> None:
-        update, sums = self.update, Sums()
+        update = self.update
         if update is not None and not self.in_backward:
             roots = tensors if isinstance(tensors, list | tuple) else [tensors]
             names = {id(place.parameter): place.name for place in self.places}
@@ -310,7 +307,6 @@ class Recorder:
                 update.why = update.why or f"{reached.weight} is used outside of the model's forward"
             if reached.weight or reached.outputs:
                 self.check_kept(update)
-                sums = self.counts.watch(roots)
             else:  # no gradient comes to the model
                 update = None
         nested, self.in_backward = self.in_backward, True
@@ -321,8 +317,6 @@ class Recorder:
         if update is not None and not nested:
             update.line = script.line_of_stack(sys._getframe(2))
             update.backwards += 1
-            update.unscaled += self.counts.lacks_ranks(sums, is_only=False)
-            update.unscaled_alone += self.counts.lacks_ranks(sums, is_only=True)
             update.reduced = self._gradients()
             update.unsynced = self.lines.unsynced
             self.lines.forget()

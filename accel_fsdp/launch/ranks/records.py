@@ -61,13 +61,12 @@ class Clip:
 class Update:
     """`weights` and `after` are the weights' parts before and after the update.
 
-    `reduced` are the gradients after the last backward pass, `used` those at the optimizers' steps. `unscaled`: how
-    many of the `backwards` are of a sum divided by a count of all ranks, without the factor of the ranks, and
-    `unscaled_alone`: how many would be if each were the only one of its step. `cast`: the dtype to which FSDP casts
-    weights for a forward pass, `reduces`: that in which it reduces gradients. `dropped`: whether gradients were cleared
-    between two backward passes, `midway`: whether it stepped before the last batch of a prepared dataloader,
-    `unprepared`: whether before the last one of a step, with gradients that were kept on each rank; `by_engine`:
-    whether DeepSpeed's engine clipped gradients and stepped; `unsharded` the weights in no unit of FSDP.
+    `reduced` are the gradients after the last backward pass, `used` those at the optimizers' steps. `divisor`: the
+    number by which the script lets FSDP2 divide the sum over ranks, 0 for the number of ranks. `cast`: the dtype to
+    which FSDP casts weights for a forward pass, `reduces`: that in which it reduces gradients. `dropped`: whether
+    gradients were cleared between two backward passes, `midway`: whether it stepped before the last batch of a prepared
+    dataloader, `unprepared`: whether before the last one of a step, with gradients that were kept on each rank;
+    `unsharded`: the weights in no unit of FSDP.
 
     Lines of the script: `line` of the last backward pass, `changed` and `altered` of what changed weights before the
     update and gradients before the step, by weight; `cleared` of what cleared gradients within it, `unsynced` of what
@@ -86,13 +85,11 @@ class Update:
     steps: list[Step] = field(default_factory=list)
     clips: list[Clip] = field(default_factory=list)
     backwards: int = 0
-    unscaled: int = 0
-    unscaled_alone: int = 0
+    divisor: float = 0.0
     accumulation: int = 1
     line: str = ""
     dropped: bool = False
     midway: bool = False
-    by_engine: bool = False
     unprepared: bool = False
     unsharded: list[str] = field(default_factory=list)
     changed: dict[str, str] = field(default_factory=dict)

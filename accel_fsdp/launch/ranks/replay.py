@@ -36,8 +36,6 @@ ROUNDED_OUTPUTS = 0.1
 """How far apart the outputs of a forward pass may be in 16 bits; more comes from unrecorded state."""
 FLOOR = 1e-2
 """Gradients that are smaller than this part of the largest one are compared with that part of it: they may be noise."""
-SUMMED = 0.01
-"""How near the ratio of gradients to their mean must be to the ranks, where the script lets FSDP sum them."""
 KNOWN_OPTIMIZERS = ("torch.optim.", "transformers.")
 """Modules whose optimizers communicate with no other rank in a step."""
 
@@ -113,8 +111,6 @@ class _Repeated:
         self.optimizers = recorder.optimizers[number]
         self.buffers, self.buffer_lines = recorder.buffers[next(iter(used))], recorder.lines.buffer_lines
         self.wrapped_at = recorder.wrapped_at
-        self.is_unscaled = loss_shares.lack_ranks(updates)
-        self.trainer_losses = recorder.trainer_losses.calls
         self.weights = {user_name(path): weight for path, weight in model.named_parameters()}
 
     def compare(self) -> None:
@@ -140,18 +136,11 @@ class _Repeated:
             return
         plain = self._gradients()
         self._compare_buffers()
-        if self.is_unscaled and math.isclose(ratio(reduced, plain), len(self.with_rows), rel_tol=SUMMED):
-            self.is_unscaled = False
-            plain = {name: len(self.with_rows) * gradient for name, gradient in plain.items()}
-        self._compare_trainer_losses()
         if self.number:  # gradients of weights that no optimizer has accumulate over steps
             plain = {name: gradient for name, gradient in plain.items() if name in covered}
         worst = self._compare_gradients(reduced, {name: plain[name] for name in plain if name in {*reduced, *covered}})
         self._compare_clipping(reduced, used)
         self._compare_losses()
-        if self.is_unscaled and not loss_shares.scales_gradients(self.first):
-            lines = (loss.line for loss in self.trainer_losses if loss.update == self.number and loss.line)
-            self._report("unscaled", next(lines, self.first["line"]), ranks=len(self.with_rows))
         if content := loss_shares.flaw(self.with_rows):
             self._report("counted", self.first["line"], **content)
         before, after = self._whole_tensors("weights"), self._whole_tensors("after")
@@ -203,7 +192,7 @@ class _Repeated:
         return {name: tensor for name, tensor in wholes.items() if tensor is not None}
 
     def _gradients(self) -> Tensors:
-        """The plain model's gradients: of the mean over ranks of the sum over their micro-batches."""
+        """The plain model's gradients: of the mean over ranks of the sum over their micro-batches, or by a divisor."""
         import torch
 
         values = self._whole_tensors("weights")
@@ -223,8 +212,9 @@ class _Repeated:
                         self._repeat(forward)
         finally:
             torch.set_rng_state(state)
+        divisor = self.first["divisor"] or len(self.with_rows)
         gradients = {name: weight.grad for name, weight in self.weights.items() if weight.grad is not None}
-        return {name: gradient.float() / len(self.with_rows) for name, gradient in gradients.items()}
+        return {name: gradient.float() / divisor for name, gradient in gradients.items()}
 
     def _repeat(self, forward: Mapping[str, Any]) -> None:
         import torch
@@ -263,17 +253,6 @@ class _Repeated:
         precision = self.first["precision"]
         dtype = getattr(torch, LONG_DTYPES[precision]) if precision in LONG_DTYPES else None
         return torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None)
-
-    def _compare_trainer_losses(self) -> None:
-        """Reports a loss of Trainer whose gradients differ for the plain model, and a script's that isn't divided."""
-        for loss in (loss for loss in self.trainer_losses if loss.update == self.number):
-            try:
-                with alone(), self._as_recorded(self.model, vars(loss.forward)):
-                    content = loss.flaw(self.model, EXACT if self.exact else ROUNDED)
-            except Exception:  # a script's own trainer may raise any error without its model
-                return
-            if content:
-                return self._report(**{**content, "line": content["line"] or self.first["line"]})
 
     def _compare_gradients(self, reduced: Tensors, plain: Tensors) -> float:
         """The largest relative difference of a gradient; if too large, it or the ratio of all gradients is reported."""
@@ -327,11 +306,10 @@ class _Repeated:
         lowest, highest = (choose(known, key=lambda rank: known[rank]) for choose in (min, max))
         if known[highest] - known[lowest] > EXACT * known[highest]:
             line = clips[-1]["line"] if clips else self._line_of_change()
-            factors_now, by_engine = [known[lowest], known[highest]], self.first["by_engine"]
-            self._report("clipped-apart", line, factors=factors_now, ranks=[lowest, highest], by_engine=by_engine)
+            self._report("clipped-apart", line, factors=[known[lowest], known[highest]], ranks=[lowest, highest])
             return
         is_summed = len(factors) > 1 and math.isclose(known[lowest], len(factors), rel_tol=EXACT)
-        if is_summed and not clips and not self.is_unscaled:
+        if is_summed and not clips:
             self._report("summed-again", self._line_of_change(), ranks=len(factors))
         if not clips or len(known) < len(factors):
             return

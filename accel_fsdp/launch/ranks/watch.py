@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from accel_fsdp.checkpoints import completeness
 from accel_fsdp.errors import in_a_line
 from accel_fsdp.job import from_run
-from accel_fsdp.launch.ranks import collectives, drawn_rows, events, hang, holding, raised, script, summed_counts
+from accel_fsdp.launch.ranks import collectives, drawn_rows, events, hang, holding, raised, script
 from accel_fsdp.launch.ranks.drawn_rows import ObservedRows, ObservedStreams
 from accel_fsdp.launch.ranks.gradients import LeftoverGradients, ObservedGradients, checksum_of
 from accel_fsdp.launch.ranks.hidden_nan import HiddenNan
@@ -65,8 +65,6 @@ OBSERVED = (
     TRACKERS,
     STEPS,
     drawn_rows.LOADERS,
-    summed_counts.REDUCTIONS,
-    summed_counts.COUNTS,
     MODES,
     HOOKS,
 )
@@ -88,7 +86,6 @@ def begin() -> Callable[[], None]:
         PREPARING: lambda: _watch_prepare(steps.measures, steps.resumes, steps.streams),
         STEPS: steps.install,
         drawn_rows.LOADERS: steps.drawn.install,
-        summed_counts.REDUCTIONS: summed_counts.ObservedReductions().install,
         MODES: steps.modes.install,
         HOOKS: steps.hooks.install,
         COPIES: steps.copies.install,
