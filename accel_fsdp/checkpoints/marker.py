@@ -1,5 +1,6 @@
 """The marker of a checkpoint, `complete.json`: its files with their sizes and hashes, and the run that wrote them."""
 
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,12 +47,21 @@ class Marker:
     hashes: dict[str, str] = field(default_factory=dict)
 
 
+def unfinished(note: str) -> str:
+    """The content of the marker of an unfinished checkpoint, with a note."""
+    return json.dumps({"complete": False, "note": note})
+
+
 def read(checkpoint: Path) -> Marker | None:
     """The marker; None if there is none."""
     path = checkpoint / file_names.MARKER
-    content = untrusted_files.read_json(path)
-    if content is None:
-        return None
+    content = untrusted_files.read_bytes(path)
+    return None if content is None else parsed(content, path)
+
+
+def parsed(text: bytes, path: Path) -> Marker:
+    """The marker of this content; `path` names it in errors."""
+    content = untrusted_files.mapping(text, path)
     if content.get("complete") is False:
         return Marker(complete=False)
     sizes, hashes, origin = content.get("files"), content.get("hashes", {}), content.get("origin", {})

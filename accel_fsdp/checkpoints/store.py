@@ -5,12 +5,10 @@ are there, as in a folder here.
 """
 
 import contextlib
-import os
+import hashlib
 import re
-import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from accel_fsdp import atomic_files, console, disks
@@ -21,10 +19,6 @@ URI = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/+(.+?)/*")
 """A URI, also one that became a path, which has a single slash. A drive of Windows has a single letter."""
 PASSWORD = re.compile(r"://[^/@]*:[^/@]*@|\?")
 """A password before the name of a host, or a signature behind a path."""
-TOGETHER = 2
-"""Files that a process fetches at the same time."""
-DONE = ".uploaded-"
-"""The start of the name of an object that says which marker's files a machine has uploaded; its number follows."""
 
 
 def uri_of(place: Path | str) -> str:
@@ -38,8 +32,8 @@ def reason(error: BaseException) -> str:
     return one_line(str(error).strip().partition("\n")[0] or type(error).__name__)
 
 
-class Waits(OSError):
-    """Another machine's part of an upload has to come first."""
+class Damaged(UserError):
+    """A checkpoint's bytes in a store aren't those that were written."""
 
 
 class Store:
@@ -108,6 +102,14 @@ class Store:
             )
         return sizes
 
+    def marker_of(self, name: str) -> bytes:
+        """The content of a checkpoint's marker; empty if there is none."""
+        self.files.invalidate_cache()
+        with contextlib.suppress(FileNotFoundError):
+            content: bytes = self.files.cat_file(self._path(name, file_names.MARKER))
+            return content
+        return b""
+
     def checkpoints(self) -> list[str]:
         """The names of all checkpoints, complete or not, the oldest first."""
         names = {path.partition("/")[0] for path in self.sizes()}
@@ -115,144 +117,106 @@ class Store:
 
     def lacking(self, name: str) -> str:
         """Why a checkpoint can't be taken; empty if it is complete: it has a marker, and all that this lists."""
-        with tempfile.TemporaryDirectory() as folder:
-            Path(folder, file_names.MARKER).write_bytes(self._read(name, file_names.MARKER))
-            written = marker.read(Path(folder))
-        there = self.sizes(name)
+        there, content = self.sizes(name), self.marker_of(name)
+        written = marker.parsed(content, Path(self.uri, name, file_names.MARKER)) if content else None
         if written is None or not written.complete:
             return "not all of it has been uploaded" if there else "there is no such checkpoint"
-        file = next((file for file, size in written.sizes.items() if there.get(file) != size), "")
-        has = f"has {there.get(file, 0):,} of {written.sizes.get(file, 0):,} bytes" if file in there else "is missing"
-        return f"{file} {has}" if file else ""
+        return next((f"{file} {why}" for file, why in _shortfalls(there, written.sizes)), "")
 
-    def newest(self, damaged: Collection[str] = ()) -> tuple[str, dict[str, str]]:
-        """The newest complete checkpoint's name, or an empty one; and why each newer one can't be taken.
-
-        Those that are known as `damaged` are left out.
-        """
+    def newest(self) -> tuple[str, dict[str, str]]:
+        """The newest complete checkpoint's name, or an empty one; and why each newer one can't be taken."""
         skipped: dict[str, str] = {}
-        for name in reversed([name for name in self.checkpoints() if name not in damaged]):
+        for name in reversed(self.checkpoints()):
             if not (why := self.lacking(name)):
                 return name, skipped
             skipped[name] = why
         return "", skipped
 
-    # To the store
+    def begin(self, checkpoint: Path, is_first: bool) -> str:
+        """Returns "complete" for a checkpoint that is there, else "begun".
 
-    def begin(self, checkpoint: Path, machine: int = 0) -> bool:
-        """Marks a checkpoint as unfinished, before any of its files goes up; not if it is there, which is returned.
+        The first machine deletes what is there of that step, so that files of the right sizes are of this checkpoint.
 
-        Other machines than the first wait for that: a file of theirs must not change a complete checkpoint.
+        Raises:
+            BlockingIOError: the first machine has not begun.
         """
-        there = self._read(checkpoint.name, file_names.MARKER)
-        if there == (checkpoint / file_names.MARKER).read_bytes():
-            return True
-        if machine == 0:
-            self.unseal(checkpoint.name)
-        elif there not in (b"", marker.UNFINISHED.encode()):
-            raise Waits("machine 0 has not begun")
-        return False
+        name, content = checkpoint.name, (checkpoint / file_names.MARKER).read_bytes()
+        begun = marker.unfinished(hashlib.sha256(content).hexdigest())
+        if (there := self.marker_of(name)) == content:
+            return "complete"
+        if there != begun.encode() and not is_first:
+            raise BlockingIOError("the first machine has not begun")
+        if there != begun.encode():
+            self.delete(name)
+            self.unseal(name, begun)
+        return "begun"
 
-    def unseal(self, name: str) -> None:
+    def unseal(self, name: str, content: str = marker.UNFINISHED) -> None:
         """Marks a checkpoint as unfinished."""
-        self.files.pipe_file(self._path(name, file_names.MARKER), marker.UNFINISHED.encode())
+        self.files.pipe_file(self._path(name, file_names.MARKER), content.encode())
 
-    def upload(self, folder: Path, names: Iterable[str]) -> None:
-        """Uploads files of one of the run's folders, and compares their sizes."""
-        for name in names:
-            path = self._path(folder.name, name)
-            self.files.put_file(str(folder / name), path)
-            self.files.invalidate_cache()
-            size, expected = self.files.info(path)["size"], (folder / name).stat().st_size
-            if size != expected:
-                raise OSError(f"{folder.name}/{name} has {size:,} of {expected:,} bytes in the store")
-
-    def finish(self, checkpoint: Path, machine: int = 0, machines: int = 1) -> None:
-        """Notes that a machine's files are there; the first one makes the checkpoint complete, once all have."""
-        content = (checkpoint / file_names.MARKER).read_bytes()
-        if machine:
-            self.files.pipe_file(self._path(checkpoint.name, f"{DONE}{machine}"), content)
-            return
-        if late := [other for other in range(1, machines) if self._read(checkpoint.name, f"{DONE}{other}") != content]:
-            raise Waits(f"machine {late[0]} has not uploaded its files")
-        for name in self.sizes(checkpoint.name).keys() - marker.listed(checkpoint).keys() - {file_names.MARKER}:
-            self.files.rm_file(self._path(checkpoint.name, name))  # of an earlier one, or those notes
-        self.upload(checkpoint, [file_names.MARKER])
+    def put(self, folder: Path, name: str) -> None:
+        """Uploads a file of one of the run's folders."""
+        self.files.put_file(str(folder / name), self._path(folder.name, name))
 
     def describe(self, run: Path) -> None:
         """Uploads the description of a run's model, which an export needs, where files of it are missing."""
         there, model = self.sizes(file_names.DESCRIBED), run / file_names.DESCRIBED
-        self.upload(model, [name for name, size in marker.sizes_of(model).items() if there.get(name) != size])
+        for name, _ in _shortfalls(there, marker.sizes_of(model)):
+            self.put(model, name)
+
+    def seal(self, checkpoint: Path) -> None:
+        """Uploads the marker, which makes a checkpoint complete.
+
+        Raises:
+            BlockingIOError: another machine has not uploaded its files.
+        """
+        if short := next(_shortfalls(self.sizes(checkpoint.name), marker.listed(checkpoint)), None):
+            raise BlockingIOError(f"{' '.join(short)}: another machine has not uploaded it")
+        self.put(checkpoint, file_names.MARKER)
 
     def delete(self, name: str) -> None:
         """Deletes a checkpoint, which counts as unfinished from the first moment on."""
-        files = self.sizes(name).keys() - {file_names.MARKER}
         self.unseal(name)
-        for file in (*files, file_names.MARKER):
-            self.files.rm_file(self._path(name, file))
-        with contextlib.suppress(FileNotFoundError):  # an object store has no folders that stay
-            self.files.rm(f"{self.root}/{name}", recursive=True)
+        if files := self.sizes(name).keys() - {file_names.MARKER}:
+            self.files.rm([self._path(name, file) for file in files])
+        self.files.rm(f"{self.root}/{name}", recursive=True)
 
     def retire(self, keep: int | None, best: str | None) -> None:
         """Deletes what `completeness.retire` would delete of a folder of this machine."""
-        there, names = self.sizes(), self.checkpoints()
-        sealed = len(marker.UNFINISHED) + 1
-        complete = [name for name in names if there.get(f"{name}/{file_names.MARKER}", 0) >= sealed]
-        for name in completeness.outdated(names, complete, keep, best):
+        names = self.checkpoints()
+        for name in completeness.outdated(names, [name for name in names if not self.lacking(name)], keep, best):
             self.delete(name)
 
-    # From the store
-
-    def get(self, name: str, run: Path, needed: Callable[[str], bool] = bool) -> str:
+    def get(self, name: str, run: Path, needed: Callable[[str], bool] = bool) -> None:
         """Fetches the `needed` files of a checkpoint, and the model's description, into a run's folder.
 
-        Whole or not at all: returns the file whose bytes aren't those that were written.
-
         Raises:
-            UserError: the disk is too small for it.
+            UserError: the disk is too small for it, or its bytes have changed. Nothing is left of it then.
         """
         sizes = {file: size for file, size in self.sizes(name).items() if needed(file)}
-        needed_bytes, arriving = sum(sizes.values()), run / f".{name}.arriving"
-        disks.check_room(
-            run, needed_bytes, f"{name} takes", "it can't be fetched", "free some space, or another folder"
-        )
-        shutil.rmtree(arriving, ignore_errors=True)  # left by a process that was killed
-        try:
-            with console.progress(f"fetching {name}", needed_bytes) as moved:
-                self._fetch(name, sizes, arriving, moved)
-            if damage := marker.damage(arriving, needed):
-                return damage
-            shutil.rmtree(run / name, ignore_errors=True)  # a half-written one
-            os.replace(arriving, run / name)
-        finally:
-            shutil.rmtree(arriving, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                run.rmdir()  # if it was made for this alone
+        fix = "free some space, or another folder"
+        disks.check_room(run, sum(sizes.values()), f"{name} takes", "it can't be fetched", fix)
+        with atomic_files.replaced_folder(run / name) as folder:
+            self._get(name, sizes, folder)
+            if damage := marker.damage(folder, needed):
+                raise Damaged(f"{self.uri}/{name}: {damage}", why="it isn't what was written", fix="an older one")
         if not (run / file_names.DESCRIBED).exists():
-            described = self.sizes(file_names.DESCRIBED)
-            self._fetch(file_names.DESCRIBED, described, run / file_names.DESCRIBED, lambda size: None)
-        return ""
+            self._get(file_names.DESCRIBED, self.sizes(file_names.DESCRIBED), run / file_names.DESCRIBED)
 
-    def _fetch(self, name: str, files: Iterable[str], target: Path, moved: Callable[[int], None]) -> None:
-        def fetch_one(file: str) -> None:
-            path = target / file
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.files.get_file(self._path(name, file), str(path))
-            moved(path.stat().st_size)
-
-        with ThreadPoolExecutor(TOGETHER) as pool:
-            list(pool.map(fetch_one, files))
-
-    def _read(self, name: str, file: str) -> bytes:
-        """The content of a small file; empty if there is none."""
-        self.files.invalidate_cache()
-        with contextlib.suppress(FileNotFoundError):
-            content: bytes = self.files.cat_file(self._path(name, file))
-            return content
-        return b""
+    def _get(self, name: str, sizes: dict[str, int], target: Path) -> None:
+        with console.waiting(f"fetching {self.uri}/{name}"):
+            self.files.get([self._path(name, file) for file in sizes], [str(target / file) for file in sizes])
 
     def _path(self, name: str, file: str) -> str:
         return f"{self.root}/{name}/{file}"
+
+
+def _shortfalls(there: dict[str, int], listed: dict[str, int]) -> Iterator[tuple[str, str]]:
+    """The listed files that are missing or have another size, and which it is."""
+    for file, size in listed.items():
+        if there.get(file) != size:
+            yield file, f"has {there[file]:,} of {size:,} bytes" if file in there else "is missing"
 
 
 @contextlib.contextmanager
@@ -269,20 +233,17 @@ def fetched(place: Path, beside: Path, needed: Callable[[str], bool]) -> Iterato
         return
     run, _, name = uri.rpartition("/")
     store = Store(run if file_names.step(name) >= 0 else uri)
-    with store.reached():
+    folder = atomic_files.existing_part(beside.absolute().parent)
+    with tempfile.TemporaryDirectory(prefix=".fetched-", dir=folder) as temporary, contextlib.ExitStack() as reaching:
+        reaching.enter_context(store.reached())
         name, skipped = (name, {name: store.lacking(name)}) if store.uri == run else store.newest()
-    why = "; ".join(f"{folder}: {lack}" for folder, lack in skipped.items() if lack)
-    with tempfile.TemporaryDirectory(
-        prefix=".fetched-", dir=atomic_files.existing_part(beside.absolute().parent)
-    ) as temporary:
-        if name and not (skipped.get(name)):
-            with store.reached():
-                why = store.get(name, Path(temporary), needed)
-        if not Path(temporary, name or "-").exists():
+        if not name or skipped.get(name):
             raise UserError(
                 f"{uri} is no complete checkpoint",
-                why=why or f"{store.uri} holds none",
+                why="; ".join(f"{folder}: {lack}" for folder, lack in skipped.items()) or f"{store.uri} holds none",
                 fix="the URI of a run, as given to train/sft.py --checkpoint_uri, or of a checkpoint-N in it",
             )
+        store.get(name, Path(temporary), needed)
+        reaching.close()
         console.say(f"fetched: {store.uri}/{name}", style="cyan")
         yield Path(temporary, name)

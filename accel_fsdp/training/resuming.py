@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accelerate.utils import gather_object
+
 from accel_fsdp import console
 from accel_fsdp.checkpoints import (
     LORA,
@@ -22,7 +24,6 @@ from accel_fsdp.config import ANY_FSDP, ANY_ZERO, Engine
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.training import stored
-from accel_fsdp.training.stored import gather_answers
 from accel_fsdp.units import counted
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def newest(training: Any) -> Path | None:
         completeness.put_back(output)
     stored.fetch_newer(training)
     choice = completeness.choose(
-        output, gather_answers([file_names.checkpoints(output)])[0], lambda folder: _flaw(folder, training)
+        output, gather_object([file_names.checkpoints(output)])[0], lambda folder: _flaw(folder, training)
     )
     if training.process_index == 0:
         for folder, flaw in choice.skipped.items():
@@ -154,7 +155,7 @@ def _flaw(checkpoint: Path, training: "TrainingArguments") -> str:
             raise refused
     except (OSError, UserError) as error:
         problem = getattr(error, "what", "") or str(error)
-    return next(filter(None, gather_answers([problem])), "")
+    return next(filter(None, gather_object([problem])), "")
 
 
 def check(checkpoint: Path, here: Origin, order_depends_on_ranks: bool = False, skips_data: bool = True) -> None:

@@ -18,9 +18,10 @@ from accel_fsdp.checkpoints import Origin, completeness, file_names, marker
 from accel_fsdp.config import ANY_FSDP, Engine, zero_name
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch import watched
-from accel_fsdp.training import background_saves, disk_room, uploads
+from accel_fsdp.training import background_saves, disk_room
 from accel_fsdp.training.loading import cause
 from accel_fsdp.training.reporting import History
+from accel_fsdp.training.uploads import Uploads
 from accel_fsdp.units import any_time
 
 NOTICED_SECONDS = 0.1
@@ -34,7 +35,10 @@ class CheckpointWriter(TrainerCallback):  # type: ignore[misc]
         self.trainer, self.args, self.history = trainer, trainer.args, history
         # Trainer's own deletion counts half-written checkpoints, and could delete the last complete one
         self.keep, trainer.args.save_total_limit = trainer.args.save_total_limit, None
-        self.background, self.uploads = background_saves.begun(trainer), uploads.begun(trainer, self.keep)
+        self.background = background_saves.begun(trainer)
+        self.uploads: Uploads | None = None
+        if trainer.args.checkpoint_uri:
+            self.uploads = Uploads(trainer.args, self.keep)
 
     def origin(self) -> Origin:
         """The run's properties that are stored in its checkpoints."""

@@ -2,23 +2,17 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
+
+from accelerate.utils import gather_object
 
 from accel_fsdp import console
 from accel_fsdp.checkpoints import Store, completeness, file_names
+from accel_fsdp.checkpoints.store import Damaged
 from accel_fsdp.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
-
-T = TypeVar("T")
-
-
-def gather_answers(answers: list[T]) -> list[T]:
-    """The results of all ranks, in rank order."""
-    from accelerate.utils import gather_object
-
-    return list(gather_object(answers))
 
 
 def check_unused(training: "TrainingArguments") -> None:
@@ -49,26 +43,26 @@ def fetch_newer(training: "TrainingArguments") -> None:
     Raises:
         UserError: nothing is here and the store can't be reached, or the disk is full. Nothing is left of it then.
     """
-    output, damaged = Path(training.output_dir), set[str]()
 
     def fetch(store: Store) -> None:
-        here = completeness.choose(output).newest
+        here = completeness.choose(Path(training.output_dir)).newest
         try:
             with store.reached():
-                name = store.newest(damaged)[0]
+                name = store.newest()[0]
         except UserError as error:
             if here is None:
                 raise
             console.say(f"{error.what}; a newer checkpoint than {here} can't be looked for", style="yellow")
             return
-        if not name or (here is not None and file_names.step(here.name) >= file_names.step(name)):
+        if file_names.step(name) <= (file_names.step(here.name) if here else -1):
             return
         console.say(f"fetching {name} from {store.uri}", style="cyan")
         with store.reached():
-            if damage := store.get(name, output):
-                console.say(f"skipped: {store.uri}/{name}: {damage}", style="yellow")
+            try:
+                store.get(name, Path(training.output_dir))
+            except Damaged as damaged:
+                console.say(f"skipped: {damaged.what}", style="yellow")
                 store.unseal(name)
-                damaged.add(name)
                 fetch(store)
 
     _on_first(training, fetch)
@@ -76,16 +70,16 @@ def fetch_newer(training: "TrainingArguments") -> None:
 
 def _on_first(training: "TrainingArguments", action: Callable[[Store], None]) -> None:
     """Calls `action` on the first rank; if it fails, all raise its error, so that no rank waits for it."""
-    failed: UserError | None = None
     if not training.checkpoint_uri:
         return
+    failed: list[UserError] = []
     if training.process_index == 0:
         try:
             action(Store(training.checkpoint_uri))
         except UserError as error:
-            failed = error
+            failed = [error]
         except OSError as error:
             what = f"cannot fetch a checkpoint: {error.strerror or error}"
-            failed = UserError(what, why="there is nothing to resume", fix="free space")
-    for of_first in filter(None, gather_answers([failed])):
-        raise of_first
+            failed = [UserError(what, why="there is nothing to resume", fix="free space")]
+    for error in gather_object(failed):
+        raise error
