@@ -5,7 +5,6 @@ FSDP1, FSDP2 and meshes read them on any number of ranks.
 
 import mmap
 import warnings
-from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,9 @@ class _Planner(dcp.DefaultSavePlanner):  # type: ignore[misc, name-defined]
     torch 2.13 keeps all tensors of a file until its end, so that they share one buffer.
     """
 
-    def __init__(self, stored: dict[int, Stored], progress: Callable[[int], None]) -> None:
+    def __init__(self, stored: dict[int, Stored]) -> None:
         super().__init__()
-        self.stored, self.progress = stored, progress
+        self.stored = stored
         self.buffer = mmap.mmap(-1, max((tensor.size_bytes for tensor in stored.values()), default=0) or 1)
 
     def lookup_object(self, index: Any) -> Any:
@@ -36,15 +35,14 @@ class _Planner(dcp.DefaultSavePlanner):  # type: ignore[misc, name-defined]
         stored = self.stored.get(id(value))
         if stored is None:
             return value
-        self.progress(stored.size_bytes)
         if not stored.size_bytes:
             return stored.load()
         shared = torch.frombuffer(self.buffer, dtype=stored.dtype, count=prod(stored.shape))  # not a view: it is cloned
         return shared.view(stored.shape).copy_(stored.load())
 
 
-def write(state: TrainingState, folder: Path, progress: Callable[[int], None]) -> None:
-    """Writes weights and optimizer into `folder`; `progress` is called with each number of bytes.
+def write(state: TrainingState, folder: Path) -> None:
+    """Writes weights and optimizer into `folder`.
 
     Raises:
         OSError: the disk is full.
@@ -66,7 +64,7 @@ def write(state: TrainingState, folder: Path, progress: Callable[[int], None]) -
         file_names.SHARDED_OPTIMIZER: {"optimizer": {"state": states, GROUPS: groups}},
     }
     for name, content in contents.items():
-        if failure := _saved(content, folder / name, _Planner(stored, progress)):
+        if failure := _saved(content, folder / name, _Planner(stored)):
             raise failure
 
 

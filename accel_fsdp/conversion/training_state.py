@@ -43,15 +43,23 @@ class TrainingState:
     groups: list[Group]
 
     @property
-    def membership(self) -> list[list[str]]:
-        """The names of each group in alphabetical order; engines have orders of their own, and some no empty groups."""
-        return [sorted(group.names) for group in self.groups if group.names]
+    def filled_groups(self) -> list[Group]:
+        """The groups that have parameters: DeepSpeed removes others."""
+        return [group for group in self.groups if group.names]
+
+    @property
+    def trained(self) -> set[str]:
+        return {name for group in self.groups for name in group.names}
 
     @property
     def tensors(self) -> dict[str, Stored]:
         """All tensors, by names that tell weights and moments apart."""
         moments = {f"{key} of {name}": part for name, of_name in self.moments.items() for key, part in of_name.items()}
         return {**self.weights, **moments}
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(stored.size_bytes for stored in self.tensors.values())
 
 
 def read(checkpoint: CheckpointLocation) -> TrainingState:
@@ -79,6 +87,14 @@ def read(checkpoint: CheckpointLocation) -> TrainingState:
     lost += [path for path in content.optimizer if path.startswith(f"{GROUPS}.")]
     if lost:
         raise _unknown(lost[0])
+    if not groups:
+        raise UserError(
+            f"{checkpoint.folder} holds no optimizer whose state names the parameters",
+            why="one process and DDP number them, --save_only_model leaves it out, and one file of a checkpoint isn't "
+            "all",
+            fix="give the checkpoint's folder; or accel-fsdp export, and a new run: train/sft.py --model_name_or_path "
+            "OUT",
+        )
     moments: dict[str, dict[str, Stored]] = {}
     for path, stored in content.optimizer.items():
         name, _, key = path.removeprefix("state.").rpartition(".")
@@ -86,17 +102,7 @@ def read(checkpoint: CheckpointLocation) -> TrainingState:
             moments.setdefault(name, {})[key] = stored
         elif path.startswith("state."):
             numbers.setdefault(name, {})[key] = _number(key, stored.load())
-    if not groups:
-        raise _no_optimizer(checkpoint)
     return TrainingState(content.tensors, moments, numbers, groups)
-
-
-def _no_optimizer(checkpoint: CheckpointLocation) -> UserError:
-    return UserError(
-        f"{checkpoint.folder} holds no optimizer whose state names the parameters",
-        why="one process and DDP number them, --save_only_model leaves it out, and one file of a checkpoint isn't all",
-        fix="give the checkpoint's folder; or accel-fsdp export, and a new run: train/sft.py --model_name_or_path OUT",
-    )
 
 
 def _unknown(path: str) -> UserError:

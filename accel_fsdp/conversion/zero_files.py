@@ -7,9 +7,7 @@ It is that of DeepSpeed 0.19: `stage_1_and_2.py` (`state_dict`), `stage3.py` (`_
 import contextlib
 import io
 import tempfile
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import Any
 import torch
 
 from accel_fsdp.checkpoints import Stored, deepspeed, file_names
-from accel_fsdp.conversion.training_state import GROUPS, PARAMS, Group, TrainingState
+from accel_fsdp.conversion.training_state import GROUPS, PARAMS, TrainingState
 from accel_fsdp.errors import UserError, require
 from accel_fsdp.exporter import Description
 
@@ -27,8 +25,10 @@ ALIGNED_ELEMENTS = 2
 SUB_GROUP_ELEMENTS = 1_000_000_000
 """ZeRO-3: a rank's elements from which on a group is divided, by default (`sub_group_size`)."""
 MASTER = torch.float32
-Vectors = list[torch.Tensor]
-"""A vector for each rank."""
+WEIGHTS = ""
+"""The key of a part's weights, beside those of its moments."""
+Vectors = dict[str, list[torch.Tensor]]
+"""By key, the vector of each rank."""
 
 
 @dataclass(frozen=True)
@@ -41,75 +41,61 @@ class _Part:
 
 @dataclass(frozen=True)
 class ZeroLayout:
-    """A state that is to be written for `ranks` ranks of a stage."""
+    """A checkpoint of a stage for `ranks` ranks, after so many steps and rows."""
 
-    state: TrainingState
     description: Description
     stage: int
     ranks: int
     step: int
-    rows_per_step: int
+    rows: int
     is_bf16: bool
     """DeepSpeed looks for files of another name under bf16 (`_get_zero_ckpt_prefix`)."""
 
-    def write(self, folder: Path, name: str, progress: Callable[[int], None]) -> None:
-        """Writes all files into the folder `name`, and its name into `latest`.
+    def write(self, state: TrainingState, folder: Path) -> None:
+        """Writes all files into a folder inside of `folder`, and its name into `latest`.
 
         Raises:
             UserError: the state can't be stored for DeepSpeed, or DeepSpeed isn't installed.
             OSError: the folder can't be written.
         """
         require("a checkpoint of DeepSpeed", "deepspeed")
-        self._check()
-        inner = folder / name
+        _check(state, self.description)
+        inner, prefix = folder / f"{file_names.GLOBAL_STEP}{self.step}", file_names.BF16 if self.is_bf16 else ""
         inner.mkdir()
-        (folder / file_names.LATEST).write_text(name)
+        (folder / file_names.LATEST).write_text(inner.name)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            weights = [self._vectors(part, "", Path(scratch), progress) for part in self._parts]
-            moments = [
-                {key: self._vectors(part, key, Path(scratch), progress) for key in self._keys} for part in self._parts
-            ]
-            for rank in range(self.ranks if self.stage == 3 else 1):
-                file = f"{file_names.ZERO_RANK}{rank}_mp_rank_00" if self.stage == 3 else "mp_rank_00"
-                torch.save(self._model(Path(scratch)), inner / f"{file}_model_states.pt")
+            parts, keys = self._parts(state), [WEIGHTS, *next(iter(state.moments.values()), {})]
+            vectors = [{key: self._vectors(state, part, key, Path(scratch)) for key in keys} for part in parts]
+            model = self._model(state, parts, Path(scratch))
             for rank in range(self.ranks):
-                prefix = file_names.BF16 if self.is_bf16 else ""
-                file = f"{prefix}{file_names.ZERO_RANK}{rank}_mp_rank_00_optim_states.pt"
-                torch.save(self._optimizer(rank, weights, moments), inner / file)
+                of_rank = f"{file_names.ZERO_RANK}{rank}_mp_rank_00"
+                if self.stage == 3 or rank == 0:
+                    name = of_rank if self.stage == 3 else "mp_rank_00"
+                    torch.save(model, inner / f"{name}_model_states.pt")
+                torch.save(self._optimizer(state, parts, vectors, rank), inner / f"{prefix}{of_rank}_optim_states.pt")
 
-    @property
-    def _groups(self) -> list[Group]:
-        """DeepSpeed removes empty groups."""
-        return [group for group in self.state.groups if group.names]
-
-    @property
-    def _keys(self) -> list[str]:
-        return sorted(next(iter(self.state.moments.values()), {}))
-
-    @cached_property
-    def _parts(self) -> list[_Part]:
+    def _parts(self, state: TrainingState) -> list[_Part]:
         order = {name: number for number, name in enumerate(self.description.memory)}
         parts: list[_Part] = []
-        for number, group in enumerate(self._groups):
+        for number, group in enumerate(state.filled_groups):
             names, elements = list[str](), 0
-            ordered = sorted(group.names, key=lambda name: order[name])
-            for name in ordered:
+            for name in sorted(group.names, key=lambda name: order[name]):
                 names.append(name)
-                elements += -(-prod(self.state.weights[name].shape) // self.ranks)
-                if (self.stage == 3 and elements >= SUB_GROUP_ELEMENTS) or name == ordered[-1]:
+                elements += -(-prod(state.weights[name].shape) // self.ranks)
+                if self.stage == 3 and elements >= SUB_GROUP_ELEMENTS:
                     parts.append(_Part(number, tuple(names)))
                     names, elements = [], 0
+            parts += [_Part(number, tuple(names))] if names else []
         return parts
 
-    def _vectors(self, part: _Part, key: str, scratch: Path, progress: Callable[[int], None]) -> Vectors:
+    def _vectors(self, state: TrainingState, part: _Part, key: str, scratch: Path) -> list[torch.Tensor]:
         """The ranks' shares of the vector of a part's weights, or of their moments under `key`."""
-        tensors = [self.state.moments[name][key] if key else self.state.weights[name] for name in part.names]
+        tensors = [state.weights[name] if key == WEIGHTS else state.moments[name][key] for name in part.names]
         counts = [prod(tensor.shape) for tensor in tensors]
         shares = [-(-count // self.ranks) for count in counts]  # of ZeRO-3, which divides each parameter
-        total = sum(counts)
-        share = -(-total // (ALIGNED_ELEMENTS * self.ranks)) * ALIGNED_ELEMENTS
+        total, share = sum(counts), self._share(sum(counts))
         sizes = [sum(shares) if self.stage == 3 else share for _ in range(self.ranks)]
-        if self.stage < 3 and not key:  # weights are stored without padding
+        if self.stage < 3 and key == WEIGHTS:  # weights are stored without padding
             sizes = [max(0, min(share, total - rank * share)) for rank in range(self.ranks)]
         vectors = [_mapped(scratch, size) for size in sizes]
         start = base = 0
@@ -120,33 +106,15 @@ class ZeroLayout:
                 if low < high:
                     at = base + low - rank * width
                     vectors[rank][at : at + high - low] = flat[low - start : high - start]
-            progress(tensor.size_bytes)
             start, base = (0, base + rank_share) if self.stage == 3 else (start + count, 0)
         return vectors
 
-    def _check(self) -> None:
-        state, memory = self.state, self.description.memory
-        copies = {name for group in self.description.ties for name in group}
-        trained = {name for group in state.groups for name in group.names}
-        for name in sorted(trained):
-            shape = state.weights[name].shape if name in state.weights else None
-            if shape is None or shape != memory.get(name):
-                raise _other_model(name, shape, memory.get(name))
-            if any(part.shape != shape for part in state.moments.get(name, {}).values()):
-                raise _unfit(f"the optimizer's state of {name} has another shape than the weight")
-        if lacking := sorted((self.description.floating & memory.keys()) - state.weights.keys()):
-            raise _other_model(lacking[0], None, memory[lacking[0]])
-        if len({tuple(sorted(state.moments.get(name, {}))) for name in trained}) > 1:
-            raise _unfit("some weights have no optimizer state")
-        if frozen := sorted((self.description.floating & state.weights.keys()) - trained - copies):
-            raise _unfit(f"{frozen[0]} is not trained")
-        tensors = [state.weights[name] for name in trained] + [s for of in state.moments.values() for s in of.values()]
-        if any(tensor.dtype != MASTER for tensor in tensors):
-            raise _unfit("weights or moments aren't in float32, in which DeepSpeed stores them")
+    def _share(self, elements: int) -> int:
+        """ZeRO-1 and 2: a rank's part of a group, with padding."""
+        return -(-elements // (ALIGNED_ELEMENTS * self.ranks)) * ALIGNED_ELEMENTS
 
-    def _model(self, scratch: Path) -> dict[str, Any]:
-        state, is_whole = self.state, self.stage < 3
-        trained = {name for group in state.groups for name in group.names}
+    def _model(self, state: TrainingState, parts: list[_Part], scratch: Path) -> dict[str, Any]:
+        is_whole, trained = self.stage < 3, state.trained
         ties = {copy: first for first, *copies in self.description.ties for copy in copies}
         shared = {copy: first for copy, first in ties.items() if first in trained}
         weights = {name: state.weights[ties.get(name, name)] for name in (*state.weights, *ties)}
@@ -157,45 +125,80 @@ class ZeroLayout:
         }
         return {
             **{"module": module, "buffer_names": buffers, "optimizer": None},
-            "param_shapes": [{name: torch.Size(state.weights[name].shape) for name in p.names} for p in self._parts],
+            "param_shapes": [{name: torch.Size(state.weights[name].shape) for name in part.names} for part in parts],
             **{"frozen_param_shapes": None if is_whole else {}, "frozen_param_fragments": None if is_whole else {}},
             **{"shared_params": shared, "lr_scheduler": None, "data_sampler": None, "random_ltd": None},
-            **{"skipped_steps": 0, "global_steps": self.step, "global_samples": self.step * self.rows_per_step},
+            **{"skipped_steps": 0, "global_steps": self.step, "global_samples": self.rows},
             **{"dp_world_size": self.ranks, "mp_world_size": 1, "ds_config": {}, "ds_version": version("deepspeed")},
         }
 
-    def _optimizer(self, rank: int, weights: list[Vectors], moments: list[dict[str, Vectors]]) -> dict[str, Any]:
+    def _optimizer(self, state: TrainingState, parts: list[_Part], vectors: list[Vectors], rank: int) -> dict[str, Any]:
         stage, scaler = _own_objects(self.stage)
         states: dict[int, dict[str, torch.Tensor]] = {}
-        for number, part in enumerate(self._parts):
-            numbers = {key: torch.tensor(value, dtype=MASTER) for key, value in self._numbers(part).items()}
-            states[number] = {key: vectors[rank] for key, vectors in moments[number].items()} | numbers
+        for number, (part, by_key) in enumerate(zip(parts, vectors, strict=True)):
+            numbers = {key: torch.tensor(value, dtype=MASTER) for key, value in _numbers(state, part).items()}
+            states[number] = {key: of_ranks[rank] for key, of_ranks in by_key.items() if key != WEIGHTS} | numbers
         groups = [
-            {**group.settings, PARAMS: [number for number, part in enumerate(self._parts) if part.group == index]}
-            for index, group in enumerate(self._groups)
+            {**group.settings, PARAMS: [number for number, part in enumerate(parts) if part.group == index]}
+            for index, group in enumerate(state.filled_groups)
         ]
-        inner, flat = [vectors[rank] for vectors in weights], {"state": states, GROUPS: groups}
+        weights, flat = [by_key[WEIGHTS] for by_key in vectors], {"state": states, GROUPS: groups}
+        own = [of_ranks[rank] for of_ranks in weights]
         stored = {
             **{"zero_stage": stage, "loss_scaler": scaler, "dynamic_loss_scale": False, "overflow": False},
             "ds_version": version("deepspeed"),
         }
         if self.stage == 3:
-            stored |= {"partition_count": self.ranks, deepspeed.INNER_3: flat, deepspeed.FLAT_3: inner}
+            stored |= {"partition_count": self.ranks, deepspeed.INNER_3: flat, deepspeed.FLAT_3: own}
         else:
-            elements = [sum(vector.numel() for vector in vectors) for vectors in weights]
-            shares = [-(-count // (ALIGNED_ELEMENTS * self.ranks)) * ALIGNED_ELEMENTS for count in elements]
-            paddings = [share - len(vectors[rank]) for share, vectors in zip(shares, weights, strict=True)]
-            aligned = [[0] * len(part.names) for part in self._parts]
+            shares = [self._share(sum(vector.numel() for vector in of_ranks)) for of_ranks in weights]
+            paddings = [share - len(vector) for share, vector in zip(shares, own, strict=True)]
+            aligned = [[0] * len(part.names) for part in parts]
             stored |= {"group_paddings": paddings, "param_alignment_paddings": aligned}
-            stored |= {"partition_count": [self.ranks] * len(self._parts)}
-            stored |= {deepspeed.INNER_2: flat, deepspeed.FLAT_2: inner}
+            stored |= {"partition_count": [self.ranks] * len(parts)}
+            stored |= {deepspeed.INNER_2: flat, deepspeed.FLAT_2: own}
         return {deepspeed.STATE: stored, "ds_config": {}, "ds_version": version("deepspeed")}
 
-    def _numbers(self, part: _Part) -> Mapping[str, float]:
-        numbers = [self.state.numbers.get(name, {}) for name in part.names]
-        if any(other != numbers[0] for other in numbers):
-            raise _unfit("the weights of a group were trained for different numbers of steps")
-        return numbers[0]
+
+def _check(state: TrainingState, description: Description) -> None:
+    """Refuses what DeepSpeed's files have no place for, or a model whose order of weights is another."""
+    memory, trained = description.memory, state.trained
+    floating = description.floating & memory.keys()
+    for name in sorted(trained | (floating - state.weights.keys())):
+        shape = state.weights[name].shape if name in state.weights else None
+        if shape is None or shape != memory.get(name):
+            raise UserError(
+                f"{name} has the shape {shape or 'of no weight'} in the checkpoint, and {memory.get(name, 'none')} "
+                "in the model",
+                why="DeepSpeed stores weights in the order of the model's code",
+                fix="give the model that was trained: --model ID_OR_FOLDER",
+            )
+    copies = {name for group in description.ties for name in group}
+    moments = [(name, moment) for name in trained for moment in state.moments.get(name, {}).values()]
+    dtypes = {stored.dtype for stored in (*(state.weights[name] for name in trained), *(m for _, m in moments))}
+    if any(moment.shape != memory[name] for name, moment in moments):
+        raise _unfit("an optimizer's state has another shape than its weight")
+    if len({tuple(sorted(state.moments.get(name, {}))) for name in trained}) > 1:
+        raise _unfit("some weights have no optimizer state")
+    if frozen := sorted((description.floating & state.weights.keys()) - trained - copies):
+        raise _unfit(f"{frozen[0]} is not trained")
+    if dtypes != {MASTER}:
+        raise _unfit("weights or moments aren't in float32, in which DeepSpeed stores them")
+
+
+def _numbers(state: TrainingState, part: _Part) -> dict[str, float]:
+    numbers = [state.numbers.get(name, {}) for name in part.names]
+    if any(other != numbers[0] for other in numbers):
+        raise _unfit("the weights of a group were trained for different numbers of steps")
+    return numbers[0]
+
+
+def _unfit(what: str) -> UserError:
+    return UserError(
+        f"{what}: such a checkpoint isn't written for DeepSpeed",
+        why="its files have no place for that, or the place depends on the run",
+        fix="--to fsdp2; or a new run from the weights: accel-fsdp export",
+    )
 
 
 def _mapped(folder: Path, elements: int, dtype: torch.dtype = MASTER) -> torch.Tensor:
@@ -216,19 +219,3 @@ def _own_objects(stage: int) -> tuple[Any, Any]:
         from deepspeed.runtime.fp16.loss_scaler import LossScaler
         from deepspeed.runtime.zero.config import ZeroStageEnum
     return ZeroStageEnum(stage), LossScaler(scale=1.0)
-
-
-def _other_model(name: str, shape: tuple[int, ...] | None, described: tuple[int, ...] | None) -> UserError:
-    return UserError(
-        f"{name} has the shape {shape or 'of no weight'} in the checkpoint, and {described or 'none'} in the model",
-        why="DeepSpeed stores weights in the order of the model's code",
-        fix="give the model that was trained: --model ID_OR_FOLDER",
-    )
-
-
-def _unfit(what: str) -> UserError:
-    return UserError(
-        f"{what}: such a checkpoint isn't written for DeepSpeed",
-        why="its files have no place for that, or the place depends on the run",
-        fix="--to fsdp2; or a new run from the weights: accel-fsdp export",
-    )

@@ -232,17 +232,8 @@ def of_a_larger_model(checkpoint: Path) -> None:
     path.write_text(json.dumps({**config, "num_hidden_layers": 3, "layer_types": None}))
 
 
-def of_a_loop(checkpoint: Path) -> None:
-    """With a schedule that Accelerate prepared."""
-    (checkpoint / "complete.json").unlink()
-    (checkpoint / "trainer_state.json").unlink()
-    (checkpoint / "scheduler.pt").rename(checkpoint / "scheduler.bin")
-    torch.save({}, checkpoint / "random_states_0.pkl")
-
-
 REFUSED: dict[str, tuple[Callable[[Path], None], str, dict[str, Any], str]] = {
     "no schedule": (without_schedule, "fsdp2", {}, "has no scheduler.pt that can be read"),
-    "a loop's schedule": (of_a_loop, "fsdp2", {}, "holds a schedule that Accelerate prepared"),
     "no optimizer": (without_optimizer, "fsdp2", {}, "holds no optimizer whose state names the parameters"),
     "fp16": (of_fp16, "zero1", {"ranks": 2}, "is of fp16"),
     "a flipped bit": (flipped, "fsdp2", {}, "is damaged: optimizer_0/__0_0.distcp has changed"),
@@ -271,7 +262,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str, dict[str, Any], str]] = {
         "param_groups.1.lr is of an unexpected",
     ),
     "a damaged log": (with_damaged_log, "fsdp2", {}, "has no trainer_state.json that can be read"),
-    "a dangling link": (with_dangling_link, "fsdp2", {}, "rng_state_0.pth links to nothing"),
+    "a dangling link": (with_dangling_link, "fsdp2", {}, "rng_state_0.pth can't be read: it is a link to"),
     "a larger model": (of_a_larger_model, "zero1", {}, "model.layers.2.* has the shape of no weight"),
     "ranks for FSDP": (lambda checkpoint: None, "fsdp2", {"ranks": 2}, "--ranks with --to fsdp2"),
     "an adapter": (rewritten(adapt), "fsdp2", {}, "is of an adapter"),
