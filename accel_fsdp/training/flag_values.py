@@ -6,7 +6,7 @@ from transformers import TrainingArguments
 
 from accel_fsdp.checkpoints import Store
 from accel_fsdp.config import EXPERT_FIELD, Engine
-from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.errors import UsageError, UserError, did_you_mean
 from accel_fsdp.exporter import hub
 from accel_fsdp.job import Job, Layout, Recipe, combinations, from_run, from_yaml
 from accel_fsdp.launch_environment import LaunchEnvironment
@@ -30,10 +30,24 @@ def check(model: Any, data: Any, training: TrainingArguments) -> None:
         Store(training.checkpoint_uri)  # raises if it can't be one
     if training.push_to_hub and LaunchEnvironment.now().rank == 0:
         hub.check_login(training.hub_token)
+    _check_trackers(training.report_to)
     if training.profile_steps is not None:
         profiling.steps_of(training.profile_steps)
     _check_unsharded(model)
     _check_combination(model, training)
+
+
+def _check_trackers(names: list[str]) -> None:
+    """Refuses a name that Trainer doesn't know, which it says only once the model is loaded."""
+    from transformers.integrations import INTEGRATION_TO_CALLBACK
+
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            raise UsageError(
+                f"--report_to {name} is no tracker of Trainer.{did_you_mean(name, INTEGRATION_TO_CALLBACK)}",
+                why="Trainer would stop after loading the model",
+                fix=f"none, or one of {', '.join(INTEGRATION_TO_CALLBACK)}",
+            )
 
 
 def _check_unsharded(model: Any) -> None:

@@ -82,26 +82,6 @@ def prepare(arguments: dict[str, Any]) -> None:
             arguments[name] = batching.RowsAndNone(arguments[name])
 
 
-def rows_before(trainer: Any, step: int) -> int:
-    """The number of rows that were trained in the first `step` steps."""
-    args, size = trainer.args, int(trainer.get_total_train_batch_size(trainer.args))
-    if not hasattr(trainer.train_dataset, "__len__"):
-        return step * size
-    rows = len(trainer.train_dataset)
-    if args.dataloader_drop_last:
-        rows -= rows % (size // args.gradient_accumulation_steps)
-    epochs, steps = divmod(step, max(-(-rows // size), 1))
-    return epochs * rows + min(steps * size, rows)
-
-
-def correct_rate(trainer: Any, logs: dict[str, float]) -> None:
-    """Corrects the rows per second in Trainer's last log, which counts every step as a full one."""
-    if seconds := logs.get("train_runtime"):
-        start = getattr(trainer, "_initial_global_step", 0)  # transformers 5.17 has no such attribute
-        rows = rows_before(trainer, trainer.state.global_step) - rows_before(trainer, start)
-        logs["train_samples_per_second"] = round(rows / seconds, 3)
-
-
 class Losses:
     """Computes the loss of each micro-batch so that a step's is the mean over all ranks' tokens.
 

@@ -248,7 +248,6 @@ class SftTrainer(SafeCheckpoints, Trainer):  # type: ignore[misc]
         """Logs as `Trainer` does, and adds rate, memory and accuracy. Call on all ranks."""
         self.report.add_metrics(logs)
         self.losses.add_accuracy(logs)
-        losses.correct_rate(self, logs)
         super().log(logs, start_time)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:

@@ -51,6 +51,8 @@ def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., st
         (["--push_to_hub", "true"], "--push_to_hub, and the hub can't be used: "),
         (["--optim", "sgd", "--max_steps", "3", "--num_train_epochs", "0"], ""),
         (["--optim", "adafactor"], ""),
+        (["--report_to", "tensorbord"], "--report_to tensorbord is no tracker of Trainer. Did you mean tensorboard?"),
+        (["--report_to", "none"], ""),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

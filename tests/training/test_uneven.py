@@ -55,8 +55,6 @@ def test_a_resumed_run_is_the_unbroken_one_on_any_number_of_ranks(
     weights, again = (load_file(run / "final" / "model.safetensors") for run in (whole, parts))
     for name, tensor in weights.items():
         torch.testing.assert_close(again[name], tensor, atol=1e-6, rtol=0)
-    [speed] = [row for row in run_record.read(whole)["log"] if "train_runtime" in row]
-    assert speed["train_samples_per_second"] * speed["train_runtime"] == pytest.approx(3 * ROWS, rel=1e-2)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

@@ -1,14 +1,11 @@
 """Loads data sets from the hub and from files."""
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_fsdp import disks, untrusted_files
-from accel_fsdp.checkpoints import file_names
-from accel_fsdp.config import yaml_checks
+from accel_fsdp import disks
 from accel_fsdp.errors import UserError, did_you_mean
 from accel_fsdp.models import check_local_path, first_line
 
@@ -20,7 +17,6 @@ FILE_ENDINGS = (*FILE_BUILDERS, ".txt", ".arrow", ".zip", ".gz", ".tar")
 """Endings that names on the hub don't have: they distinguish a path of two parts from such a name."""
 SAVED = ("dataset_dict.json", "state.json")
 """Files that `save_to_disk` writes into a folder."""
-CARDS = (file_names.CARD, ".huggingface.yaml")
 
 
 def load(name: str, config_name: str | None = None, *, streaming: bool = False) -> "DatasetDict | IterableDatasetDict":
@@ -43,15 +39,6 @@ def check_name(name: str) -> None:
     path = Path(name)
     is_local = path.suffix in FILE_ENDINGS and not path.is_absolute()
     check_local_path(f"./{name}" if is_local else name, "data set", "trl-lib/Capybara")
-    for card in CARDS:
-        _check_card(path / card, path)
-
-
-def _check_card(card: Path, folder: Path) -> None:
-    """Refuses aliases of absurd size in the YAML of a folder's card, which datasets reads."""
-    text = untrusted_files.read_text(card, within=folder) if card.is_file() else None
-    if text and re.search(r"[\s,\[{]&\w", front := text.partition("\n---")[0]):
-        yaml_checks.check_text(front, card)
 
 
 def _load(name: str, path: Path, config_name: str | None, streaming: bool) -> "DatasetDict | IterableDatasetDict":
