@@ -156,24 +156,6 @@ def test_the_marker_comes_once_all_machines_are_done(tmp_path: Path, uri: str) -
     assert set(Store(uri).sizes("checkpoint-8")) == {*FILES, file_names.MARKER}
 
 
-def test_what_was_changed_in_the_store_is_noticed(tmp_path: Path, uri: str) -> None:
-    put(uri, checkpoint(tmp_path / "run", 8, "a"))
-    part = tmp_path / "store" / "run" / "checkpoint-8" / next(iter(FILES))
-    part.write_text("b" * 30)
-    changed = f"{next(iter(FILES))} has changed since it was written"
-    with pytest.raises(UserError, match=changed):
-        Store(uri).get("checkpoint-8", tmp_path / "other")
-    assert changed in refused("export", uri, tmp_path / "out")
-    assert not (tmp_path / "other").exists()
-    part.write_text("a" * 29)
-    assert Store(uri).newest() == ("", {"checkpoint-8": f"{next(iter(FILES))} has 29 of 30 bytes"})
-    part.unlink()
-    assert Store(uri).newest() == ("", {"checkpoint-8": f"{next(iter(FILES))} is missing"})
-    assert refused("export", uri, tmp_path / "out").startswith(
-        f"error: {uri} is no complete checkpoint\n  why: checkpoint-8: {next(iter(FILES))} is missing"
-    )
-
-
 SCHEMES = st.from_regex(r"[a-z][a-z0-9+.-]{1,8}", fullmatch=True).filter(lambda name: name not in ("file", "local"))
 PARTS = st.lists(st.text("abc-._ 1", min_size=1).filter(lambda part: part not in (".", "..")), min_size=1)
 

@@ -59,17 +59,6 @@ def test_text_ends_with_the_end_token_and_long_rows_are_cut_or_dropped(
         assert f"{len(short) + (20 if kept else 0)} tokens" in summary
 
 
-def test_rows_that_the_limit_leaves_nothing_to_train_are_dropped(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    rows = [{"prompt": "why " * n, "completion": "So."} for n in (2, 90)]
-    tokens, summary = tokens_of(write(tmp_path / "pairs.jsonl", *rows), tokenizer, max_length=40)
-    assert len(tokens) == 1
-    assert "1 row dropped that had no token to train" in summary
-    with pytest.raises(UserError, match=r"no row of .* has a token to train on"):
-        tokens_of(write(tmp_path / "long.jsonl", rows[1]), tokenizer, max_length=40)
-
-
 @pytest.mark.parametrize("kind", ["json", "parquet", "csv", "saved", "folder"])
 def test_every_format_gives_the_same_tokens(kind: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     rows = Dataset.from_dict({"text": ["one", "two, 2", 'three "3"\nlines']})
@@ -198,18 +187,6 @@ def test_an_answer_to_an_empty_prompt_is_trained(
     assert tokenizer.decode(trained, skip_special_tokens=True).strip() == "So it is."
 
 
-@pytest.mark.parametrize("nothing", [[], None])
-def test_turns_that_answer_nothing_are_trained(
-    nothing: list[Any] | None, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    asked, answer = [{"role": "user", "content": "why"}], [{"role": "assistant", "content": "So it is."}]
-    rows = [{"prompt": nothing, "completion": answer}, {"prompt": asked, "completion": answer}]
-    tokens, summary = tokens_of(write(tmp_path / "rows.jsonl", *rows), tokenizer)
-    assert "dropped" not in summary
-    trained = [token for token in tokens[0]["labels"] if token != -100]
-    assert "So it is." in tokenizer.decode(trained, skip_special_tokens=True)
-
-
 def test_why_no_row_is_left_is_said(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     empty = write(tmp_path / "empty.jsonl", {"text": ""}, {"text": ""})
     with pytest.raises(UserError, match="all rows are empty"):
@@ -321,13 +298,6 @@ def test_a_folder_has_its_splits_by_file_name() -> None:
     assert set(splits) == {"train", "test"}
     with pytest.raises(UserError, match=r"no split tset\. Did you mean test"):
         load.split(splits, "tset")
-
-
-def test_a_missing_file_is_told_with_the_name_of_a_data_set(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="does not exist") as refused:
-        load.load(str(tmp_path / "nothere.jsonl"))
-    assert "a hub id such as trl-lib/Capybara" in str(refused.value)
-    assert "SmolLM2" not in str(refused.value)
 
 
 def test_an_empty_split_is_refused() -> None:

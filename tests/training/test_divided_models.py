@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import yaml
 from conftest import accel_fsdp
-from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from test_trained_meshes import EXPERTS, KINDS, PACKED, SMALL
 from torch import nn
@@ -22,7 +21,7 @@ from accel_fsdp.config import EXPERT_FLAG, JobConfig
 from accel_fsdp.errors import UserError
 from accel_fsdp.job import Layout, Recipe, from_yaml
 from accel_fsdp.linter import rules
-from accel_fsdp.models import build, model_facts, parallel_plans
+from accel_fsdp.models import build, model_facts
 from accel_fsdp.prediction import written
 from accel_fsdp.prediction.memory import Variant, shards
 from accel_fsdp.prediction.tracing.model_shape import shape_of
@@ -34,7 +33,6 @@ from accel_fsdp.wizard.question import Context
 
 OLMO = {"olmo2": {}}
 """A family whose plan gathers what its attention computes with, and divides its other layers."""
-ODD: dict[str, Any] = {"vocab_size": 510, "tie_word_embeddings": True}
 MESHES: dict[str, tuple[dict[str, int], int]] = {
     "tp 2": ({"dp_shard": 1, "tp": 2}, 1),
     "tp 8": ({"dp_shard": 1, "tp": 8}, 1),
@@ -121,14 +119,6 @@ def test_all_say_the_same(kind: str, name: str) -> None:
     check_all(*MESHES[name], config, expected)
 
 
-@pytest.mark.parametrize("name", MESHES)
-def test_all_say_the_same_of_padded_ties(name: str) -> None:
-    skip_packed("qwen3_moe", name)
-    config = AutoConfig.for_model("qwen3_moe", **{**SMALL, **ODD}, **KINDS["qwen3_moe"])
-    expected = next((what for axis, what in REFUSED["qwen3_moe"].items() if axis in name), "")
-    check_all(*MESHES[name], config, expected or ("a vocabulary of 510" if "fsdp" in name else ""))
-
-
 def check_all(sizes: dict[str, int], experts: int, config: Any, expected: str) -> None:
     file = file_for(sizes)
     refusal = refusal_by_training(file, experts, config)
@@ -154,14 +144,6 @@ def test_the_default_adapter_is_on_linear_layers_alone(kind: str) -> None:
     assert "experts" not in layers
 
 
-def test_the_fix_of_an_adapter_on_experts_with_dropout() -> None:
-    config = AutoConfig.for_model("mixtral", **SMALL, **EXPERTS)
-    named = ModelArguments(model_name_or_path="a", use_peft=True, lora_target_modules=["w1", "w2", "w3"])
-    with pytest.raises(UserError) as refused:
-        load_model.with_adapter(AutoModelForCausalLM.from_config(config), named)
-    assert refused.value.fix.startswith("--lora_dropout 0; or --lora_target_modules all-linear")
-
-
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "qwen2_moe", "gpt_oss", "deepseek_v3", "llama"])
 def test_the_plan_counts_the_adapters_that_are_trained(kind: str) -> None:
     """DeepSeek's shared experts and dense layers have names of experts, and get none."""
@@ -184,17 +166,6 @@ def test_the_plan_counts_the_adapters_that_are_trained(kind: str) -> None:
 def small_config(kind: str) -> Any:
     sizes = {**SMALL, **EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
     return AutoConfig.for_model(kind, **(SMALL if kind == "llama" else sizes))
-
-
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss", "qwen2_moe"])
-def test_the_names_that_peft_takes_for_experts(kind: str) -> None:
-    """PEFT replaces their parameters, not modules of these names."""
-    config = AutoConfig.for_model(kind, **SMALL, **EXPERTS)
-    names = set(parallel_plans.divisible_by_config(config).expert_targets)
-    assert bool(names) == (kind in ("mixtral", "qwen3_moe"))
-    for target in names - {"gate_proj", "up_proj", "w1", "w3"} or ["q_proj"]:
-        adapted = get_peft_model(AutoModelForCausalLM.from_config(config), LoraConfig(target_modules=[target]))
-        assert any(type(part).__name__ == "ParamWrapper" for part in adapted.modules()) == bool(names), target
 
 
 @pytest.mark.parametrize(

@@ -149,11 +149,6 @@ def test_rows_in_which_nobody_answers_are_dropped(tokenizer: Made) -> None:
     assert [trained(row, tokenizer("smollm2")) for row in encoded] == [["Hello.<|im_end|>"]]
 
 
-def test_without_the_flag_everything_is_trained(tokenizer: Made) -> None:
-    (encoded,) = tokens_of([{"messages": turns("Hi", "Hello")}], tokenizer("smollm2"))
-    assert encoded["labels"] == encoded["input_ids"]
-
-
 def test_completions_are_trained_without_their_prompts(tokenizer: Made) -> None:
     """Plain text, conversations and instructions; the answer of an earlier turn belongs to the prompt."""
     chat_tokenizer = tokenizer("smollm2")

@@ -24,14 +24,12 @@ from test_training import PER_RANK, RANKS, STEPS, TOLERANCE, make_config, sft_ar
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from accel_fsdp.config import DDP_TYPES, Engine, JobConfig
-from accel_fsdp.errors import UserError
-from accel_fsdp.exporter import exported_folder
 from accel_fsdp.hardware import gpus, host
 from accel_fsdp.job import Job, Layout, Recipe, from_run, from_yaml
 from accel_fsdp.linter import read_subject
 from accel_fsdp.prediction import trace_store
-from accel_fsdp.training import arguments, export
-from accel_fsdp.training.reporting import Tally, beginning, line, model_card, progress, run_plan, run_record
+from accel_fsdp.training import export
+from accel_fsdp.training.reporting import beginning, model_card, run_plan, run_record
 from accel_fsdp.units import GIB, gib_or_mib
 
 SCARCE = ROOT / "tests" / "scarce.py"
@@ -66,30 +64,6 @@ def test_advice_frees_what_the_plan_then_says_less() -> None:
     assert not any("fsdp_reshard_after_forward" in line for line in advice)  # it is on
 
 
-def test_tokens_are_counted_without_padding_and_documents_apart() -> None:
-    tally = Tally()
-    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
-    tally.count({"input_ids": torch.zeros(2, 4, dtype=torch.long), "attention_mask": mask})
-    packed = {"input_ids": torch.zeros(1, 6, dtype=torch.long), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0]])}
-    tally.count(packed)
-    assert tally._counted.tolist() == [5 + 6, 2 + 3]  # type: ignore[union-attr]
-    assert (tally.rows, tally.length) == (2, 4)
-
-
-def test_the_line_of_a_step() -> None:
-    logs = {"loss": 1.25, "learning_rate": 1e-4, "tokens_per_second": 12345.6, "mfu": 0.412, "peak_memory_gib": 40.0}
-    assert line(logs, 10, 110, 0.6) == (
-        "step 10/110  loss 1.2500  lr 0.0001  12,346 tokens/s  MFU 41.2%  40.0 GiB  01:00 left"
-    )
-    del logs["mfu"]
-    assert "tokens/s  40.0 GiB" in line(logs, 10, 110, 0.6)
-    assert "left" not in line(logs, 109, 110, 0.6)  # 00:00
-    assert "  loss 1.2500  accuracy 12.5%  lr" in line({**logs, "mean_token_accuracy": 0.125}, 10, 110, 0.6)
-    held_out = {"eval_loss": 2.0, "eval_mean_token_accuracy": 0.5}
-    assert line(held_out, 10, 110, 0.6) == "step 10/110  held-out loss 2.0000  accuracy 50.0%"
-    assert line({"train_runtime": 2.0}, 10, 110, 0.6) == ""
-
-
 def test_what_a_run_says_of_itself_without_being_told(
     sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
 ) -> None:
@@ -121,24 +95,6 @@ def test_packed_weights_are_counted_as_what_they_stand_for(
     base, trained = (sum(tensor.numel() for tensor in load_file(file).values()) for file in files)
     both = f"{trained / 1e6:.2f} M of {(base + trained) / 1e6:.2f} M parameters, {trained / (base + trained):.2%}"
     assert f"trained: {both}" in finished.output
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--early_stopping_patience", "2"], "--early_stopping_patience without evaluation"),
-        (["--early_stopping_patience", "0", "--eval_strategy", "steps"], "--early_stopping_patience 3"),
-    ],
-)
-def test_refused_before_anything_is_loaded(
-    flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    given = ["--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", str(tmp_path), *flags]
-    monkeypatch.setattr("sys.argv", ["sft.py", *given])
-    with pytest.raises(UserError) as refused:
-        arguments.parse()
-    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -323,21 +279,6 @@ def assert_accounted_for(out: Path, config: Path, finished: Finished, model: Pat
     assert not list((out / "final").glob("*.bin"))
 
 
-def test_a_card_says_what_is_rounded_and_which_revision(tmp_path: Path) -> None:
-    given: dict[str, dict[str, Any]] = {
-        "model": {"model_name_or_path": "me/model", "model_revision": "main", "use_peft": False},
-        "data": {"dataset_name": "me/data", "dataset_train_split": "train"},
-        "training": {"max_steps": 2},
-    }
-    run: dict[str, Any] = {"arguments": given, "plan": None, "versions": {}}
-    assert "- base model: me/model, revision main\n" in model_card.text(run, [])
-    given["model"]["model_name_or_path"] = str(tmp_path)
-    local = model_card.text(run, [], exported_folder.Rounding("float32", "bfloat16"))
-    assert f"- base model: {tmp_path.name}\n" in local
-    assert "\nThe weights were trained in float32; train/sft.py exports them rounded to bfloat16, " in local
-    assert "rounded" not in model_card.text(run, [])
-
-
 def test_a_card_names_the_ranks_of_each_stretch() -> None:
     given = {"model": {"model_name_or_path": "me/model", "model_revision": "main", "use_peft": False}}
     given |= {"data": {"dataset_name": "me/data", "dataset_train_split": "train"}, "training": {"max_steps": 2}}
@@ -382,14 +323,3 @@ def test_free_memory_is_within_the_limit() -> None:
     held = bytearray(b"x" * 50 * 2**20)
     assert host.peak_memory() >= now + len(held)
     assert host.peak_memory() < limit
-
-
-def test_why_there_is_no_plan_is_said_in_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """An error of ours was printed with its class and its three parts: UserError: error: model ... does not exist."""
-    job = SimpleNamespace(model=str(tmp_path / "none"), recipe=Recipe())
-    report = progress.ProgressReport(job, SimpleNamespace())  # type: ignore[arg-type]
-    report.read_plan()
-    assert report.forecast is None
-    message = " ".join("".join(capfd.readouterr()).split())
-    assert f"plan: unknown, model {tmp_path / 'none'} does not exist" in "".join(message)
-    assert "UserError" not in message

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -92,14 +92,6 @@ def test_a_checkpoint_is_held_against_the_run(
         resuming.check(folder, here)
 
 
-def test_a_runs_folder_is_no_checkpoint_of_its_own(tmp_path: Path) -> None:
-    """`Trainer.save_state` writes a trainer_state.json there; what is in its checkpoints Trainer won't look at."""
-    run_of(tmp_path, 4)
-    (tmp_path / "trainer_state.json").write_text('{"global_step": 4}')
-    with pytest.raises(UserError, match="holds no model weights and no optimizer state and no schedule"):
-        resuming.check(tmp_path, HERE)
-
-
 def test_data_that_start_anew_need_no_place(tmp_path: Path) -> None:
     folder = written(tmp_path / "checkpoint-4", *SHARDED, *REST)
     resuming.check(folder, Origin("FSDP", 3, 12), skips_data=False)
@@ -112,7 +104,7 @@ def test_steps_of_another_size_are_refused_before_anything_is_loaded(
     wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = written(tmp_path / "checkpoint-4", *SHARDED, *REST)  # steps of 8 rows
-    monkeypatch.setattr(resuming, "gather_answers", list)
+    monkeypatch.setattr(resuming, "gather_object", list)
     resume = "true" if wanted == "true" else str(folder)
     run = {
         "output_dir": str(tmp_path),
@@ -174,7 +166,7 @@ def test_what_a_strangers_checkpoint_names_is_not_run(
     (folder / name).write_bytes(content(Evil(tmp_path / "proof")))
     if marked:
         completeness.seal(folder, HERE)
-    monkeypatch.setattr(resuming, "gather_answers", list)
+    monkeypatch.setattr(resuming, "gather_object", list)
     run = {"output_dir": str(tmp_path), "world_size": 2, "save_on_each_node": False, "train_batch_size": 2}
     run |= {"auto_find_batch_size": False}
     run["should_save"] = True
@@ -210,16 +202,6 @@ def test_the_newest_complete_one_is_taken_and_the_others_are_named(tmp_path: Pat
     assert first.exists()
 
 
-def test_plain_trainers_checkpoints_are_judged_by_what_is_written_last(tmp_path: Path) -> None:
-    folder = written(tmp_path / "checkpoint-4", *SHARDED, *REST, origin=None)
-    assert completeness.flaw(folder) == ""
-    (folder / "trainer_state.json").write_text('{"global_')
-    assert "cut short" in completeness.flaw(folder)
-    (folder / "trainer_state.json").write_text('{"global_step": 4}')
-    (folder / "optimizer_0" / ".metadata").unlink()
-    assert completeness.flaw(folder) == "optimizer_0/.metadata is missing"
-
-
 @pytest.mark.parametrize(
     ("keep", "best", "left"),
     [
@@ -239,17 +221,6 @@ def test_the_last_complete_one_is_never_deleted(
         (folder / "scheduler.pt").unlink()
     completeness.retire(tmp_path, keep, f"elsewhere/checkpoint-{best}" if best else None)
     assert sorted(int(path.name.partition("-")[2]) for path in tmp_path.iterdir()) == left
-
-
-def test_a_step_saved_again_stays_until_the_new_one_is_complete(tmp_path: Path) -> None:
-    (folder,) = run_of(tmp_path, 4)
-    completeness.begin(folder)
-    assert completeness.flaw(folder)
-    assert not completeness.flaw(tmp_path / ".checkpoint-4.old")
-    completeness.retire(tmp_path, 1, None)
-    (folder / "trainer_state.json").write_text("{}")
-    completeness.seal(folder, HERE)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
 
 
 def swapped(folder: Path) -> None:
@@ -391,16 +362,6 @@ def test_a_new_rank_begins_with_a_random_state_of_its_own(tmp_path: Path, capsys
     assert torch.equal(seen, torch.rand(3))
     message = " ".join(capsys.readouterr().err.split())
     assert f"rank 1: no random state in {tmp_path}; dropout, where the model has it, differs" in message
-
-
-def test_an_adapter_of_another_kind_is_resumed(tmp_path: Path) -> None:
-    """Its tensors have names of their own in files, which only PEFT knows."""
-    layers = torch.nn.Sequential(OrderedDict(down=torch.nn.Linear(4, 4), up=torch.nn.Linear(4, 4)))
-    adapted = get_peft_model(layers, IA3Config(target_modules=["down", "up"], feedforward_modules=["up"]))
-    adapted.save_pretrained(tmp_path)
-    resuming.check_adapter(
-        tmp_path, [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
-    )
 
 
 @pytest.mark.parametrize("gone", ["", "up.lora_B.weight", "up.lora_"])

@@ -48,6 +48,8 @@ def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., st
         (["--lora_r", "4", "--lora_target_modules", "q_proj", "--use_peft"], ""),
         (["--lora_r", "16"], ""),
         (["--streaming_buffer", "0"], "--streaming_buffer 0"),
+        (["--early_stopping_patience", "2"], "--early_stopping_patience without evaluation"),
+        (["--early_stopping_patience", "0", "--eval_strategy", "steps"], "--early_stopping_patience 3"),
         (["--push_to_hub", "true"], "--push_to_hub, and the hub can't be used: "),
         (["--optim", "sgd", "--max_steps", "3", "--num_train_epochs", "0"], ""),
         (["--optim", "adafactor"], ""),

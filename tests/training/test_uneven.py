@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from accel_fsdp.training.data import IGNORED, Collator, batching
-from accel_fsdp.training.reporting import run_record
 
 ROWS, STEPS, ROWS_PER_STEP = 37, 12, 12
 EPSILON = ("--adam_epsilon", "0.01")
