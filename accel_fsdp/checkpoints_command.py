@@ -149,9 +149,10 @@ def _delete(command: CheckpointsCommand, found: list[Listed], chosen: list[Liste
             for item in chosen:
                 completeness.delete(item.folder)
     if command.json:
-        _put_json([item for item in found if item in chosen])
-    for item in [] if command.json else chosen:
-        console.put(f"{'would be deleted' if command.dry_run else 'deleted'}: {item.folder}")
+        _put_json(chosen)
+    else:
+        for item in chosen:
+            console.put(f"{'would be deleted' if command.dry_run else 'deleted'}: {item.folder}")
     console.say(f"{counted(len(chosen), 'checkpoint')}, {size}", style="cyan")
     return 0
 
@@ -160,21 +161,20 @@ def _put_table(found: list[Listed], as_json: bool) -> None:
     if as_json:
         _put_json(found)
         return
-    now = datetime.now(timezone.utc)
     rows = [
         (
             str(item.step),
             item.why or "complete" + (", newest" if item.is_newest else "") + (", best" if item.is_best else ""),
             f"{item.engine}, {counted(item.ranks, 'rank')}" if item.engine else item.kind or "-",
             gb_or_mb(item.size_bytes),
-            _age((now - item.written).total_seconds()),
+            item.written.astimezone().strftime("%Y-%m-%d %H:%M"),
             _loss(item.loss),
             _loss(item.eval_loss),
             str(item.folder),
         )
         for item in found
     ]
-    titles = ("step", "state", "engine", "size", "age", "loss", "held-out loss", "folder")
+    titles = ("step", "state", "engine", "size", "written", "loss", "held-out loss", "folder")
     console.show_table(titles, rows, ["yellow" if item.why else "" for item in found], whole=True)
 
 
@@ -185,10 +185,3 @@ def _put_json(found: list[Listed]) -> None:
 
 def _loss(loss: float | None) -> str:
     return "-" if loss is None else f"{loss:.4g}"
-
-
-def _age(seconds: float) -> str:
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.{0 if seconds >= 10 * size else 1}f} {unit}"
-    return f"{max(seconds, 0):.0f} s"

@@ -17,7 +17,6 @@ from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
 from accel_fsdp.errors import UserError
-from accel_fsdp.units import GIB
 
 WITHOUT_WAITING = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 """The flags by which a pipe without another end doesn't block; 0 on Windows, which has neither."""
@@ -35,20 +34,16 @@ def open_file(path: Path, within: Path | None = None) -> int:
     """
     try:
         place = _place(path, within or path.parent)
-        _check_plain(path, os.stat(place).st_mode)  # opening a device may act on it
-        descriptor = os.open(place, os.O_RDONLY | PLAIN | WITHOUT_WAITING)
+        mode = os.stat(place).st_mode  # opening a device may act on it
+        if not stat.S_ISREG(mode):
+            raise unreadable(path, f"it is {KINDS.get(stat.S_IFMT(mode), 'a folder')}, not a file")
+        return os.open(place, os.O_RDONLY | PLAIN | WITHOUT_WAITING)
     except (FileNotFoundError, NotADirectoryError) as error:
         if path.is_symlink():
             raise leads_nowhere(path) from error
         raise FileNotFoundError(f"{path} is not there") from error
     except (OSError, RuntimeError, ValueError) as error:  # a RuntimeError is a link to itself, a ValueError an odd name
         raise unreadable(path, getattr(error, "strerror", None) or str(error)) from error
-    try:
-        _check_plain(path, os.fstat(descriptor).st_mode)
-    except UserError:
-        os.close(descriptor)
-        raise
-    return descriptor
 
 
 def leads_nowhere(link: Path) -> UserError:
@@ -107,11 +102,6 @@ def inside(folder: Path, name: str, index: str) -> Path:
     return path
 
 
-def _check_plain(path: Path, mode: int) -> None:
-    if not stat.S_ISREG(mode):
-        raise unreadable(path, f"it is {KINDS.get(stat.S_IFMT(mode), 'a folder')}, not a file")
-
-
 def unreadable(path: Path, reason: str) -> UserError:
     return UserError(
         f"{path} can't be read: {reason}",
@@ -140,13 +130,10 @@ def opened(path: Path, within: Path | None = None) -> Iterator[BinaryIO]:
         yield file
 
 
-def read_bytes(path: Path, largest: int = GIB, within: Path | None = None) -> bytes | None:
-    """The content of a file of at most `largest` bytes; None if the file doesn't exist."""
+def read_bytes(path: Path, within: Path | None = None) -> bytes | None:
+    """The content of a file; None if the file doesn't exist."""
     try:
         with opened(path, within) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > largest:
-                raise broken(path, f"is too large: {size:,} bytes, such files have {largest:,} at most")
             return file.read()
     except FileNotFoundError:
         return None
@@ -156,16 +143,16 @@ def read_bytes(path: Path, largest: int = GIB, within: Path | None = None) -> by
 
 def read_text(path: Path, within: Path | None = None) -> str | None:
     """The content of a UTF-8 text file; None if it doesn't exist."""
-    content = read_bytes(path, within=within)
+    content = read_bytes(path, within)
     try:
         return None if content is None else content.decode()
     except UnicodeDecodeError as error:
         raise broken(path, "is damaged: not UTF-8 text") from error
 
 
-def read_json(path: Path, within: Path | None = None, largest: int = GIB) -> dict[str, Any] | None:
+def read_json(path: Path, within: Path | None = None) -> dict[str, Any] | None:
     """The mapping in a JSON file; None if the file doesn't exist."""
-    content = read_bytes(path, largest, within)
+    content = read_bytes(path, within)
     return None if content is None else mapping(content, path)
 
 

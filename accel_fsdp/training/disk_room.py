@@ -8,7 +8,6 @@ from typing import Any
 from accelerate.utils import gather_object
 from torch.distributed.tensor import DTensor
 
-from accel_fsdp import disks
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import host
 from accel_fsdp.launch_environment import LaunchEnvironment
@@ -42,17 +41,6 @@ def check_shared(trainer: Any, resume_from: str | None) -> None:
 def _sees_file(folder: Path) -> bool:
     """Whether this rank sees rank 0's file; network disks may take a while to show it."""
     return comes_true(lambda: folder.name in os.listdir(folder.parent), SHOWN_SECONDS)
-
-
-def check(output_dir: Path, needed_bytes: int, text: str) -> None:
-    """Raises a UserError if the disk of `output_dir` has less free space; `text` names what needs it."""
-    disks.check_room(
-        output_dir,
-        needed_bytes,
-        text,
-        why="the run would fill the disk",
-        fix="free some space, a lower --save_total_limit, fewer saves (--save_steps), or another --output_dir",
-    )
 
 
 def check_staging(trainer: Any) -> None:

@@ -13,8 +13,6 @@ from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.training import mesh
 from accel_fsdp.training.reporting import profiling
 
-UNSHARDED = ("lora_modules_to_save",)
-
 
 def check(model: Any, data: Any, training: TrainingArguments) -> None:
     for name, value in (("streaming_buffer", data.streaming_buffer), (EXPERT_FIELD, model.expert_parallel_size)):
@@ -53,14 +51,12 @@ def _check_trackers(names: list[str]) -> None:
 def _check_unsharded(model: Any) -> None:
     """Refuses adapters with more than LoRA's own matrices, which are tested only in one process and under DDP."""
     engine = from_run.engine_here()
-    if engine not in (Engine.NONE, Engine.DDP):
-        for name in UNSHARDED:
-            if getattr(model, name, None):
-                raise UserError(
-                    f"--{name} under {engine.label}",
-                    why="it hasn't been shown to train, save and resume there, and a run with it may hang",
-                    fix="leave it out, or distributed_type: MULTI_GPU, where the base fits on one GPU",
-                )
+    if model.lora_modules_to_save and engine not in (Engine.NONE, Engine.DDP):
+        raise UserError(
+            f"--lora_modules_to_save under {engine.label}",
+            why="it hasn't been shown to train, save and resume there, and a run with it may hang",
+            fix="leave it out, or distributed_type: MULTI_GPU, where the base fits on one GPU",
+        )
 
 
 def _check_combination(model: Any, training: TrainingArguments) -> None:

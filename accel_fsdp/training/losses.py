@@ -19,7 +19,6 @@ from torch.nn import functional as F
 
 from accel_fsdp import console
 from accel_fsdp.errors import UserError
-from accel_fsdp.models import counting
 from accel_fsdp.training.data import IGNORED, batching
 
 OTHER_LOSS = 2e-4
@@ -99,9 +98,6 @@ class Losses:
         trainer._loss_shifts_labels = True
         if smoothing or not (trainer.model_accepts_loss_kwargs or (parallel and parallel.sp_enabled)):
             trainer.compute_loss_func = partial(self._prediction_loss, smoothing=smoothing)
-        embedding = trainer.model.get_input_embeddings().weight
-        counts = counting.weights(trainer.model)
-        self.computing_weights = sum(count for weight, count in counts.items() if weight is not embedding)
 
     # Training
 

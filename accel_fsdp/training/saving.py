@@ -200,7 +200,13 @@ class CheckpointWriter(TrainerCallback):  # type: ignore[misc]
         if newest is None:
             return
         try:
-            disk_room.check(Path(self.args.output_dir), completeness.size_bytes(newest), f"{folder.name} takes")
+            disks.check_room(
+                folder.parent,
+                completeness.size_bytes(newest),  # the new one will have about the same
+                f"{folder.name} takes",
+                why="the run would fill the disk",
+                fix="free some space, a lower --save_total_limit, fewer saves (--save_steps), or another --output_dir",
+            )
         except UserError:
             completeness.abandon(folder)
             raise

@@ -81,5 +81,5 @@ def _on_first(training: "TrainingArguments", action: Callable[[Store], None]) ->
         except OSError as error:
             what = f"cannot fetch a checkpoint: {error.strerror or error}"
             failed = [UserError(what, why="there is nothing to resume", fix="free space")]
-    for error in gather_object(failed):
-        raise error
+    for of_first in gather_object(failed):
+        raise of_first

@@ -58,7 +58,6 @@ RELIES_ON = (
     Internal(f"{TRAINER}._get_grad_norm", "self model grad_norm"),
     Internal(f"{TRAINER}._maybe_log_save_evaluate", "self tr_loss *"),
     Internal(f"{TRAINER}.log", "self logs start_time"),
-    Internal(f"{TRAINER}.floating_point_ops", "self inputs"),
     Internal(f"{TRAINER}.evaluation_loop", "self dataloader * metric_key_prefix"),
     Internal(f"{TRAINER}.prediction_step", "self model inputs prediction_loss_only ignore_keys"),
     Internal(f"{TRAINER}._prepare_inputs", "self inputs"),
@@ -249,10 +248,6 @@ class SftTrainer(SafeCheckpoints, Trainer):  # type: ignore[misc]
         self.report.add_metrics(logs)
         self.losses.add_accuracy(logs)
         super().log(logs, start_time)
-
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Six FLOPs per weight and token of the whole model; transformers would count the parameters for each batch."""
-        return int(6 * inputs["input_ids"].numel() * self.losses.computing_weights)
 
     # Held-out rows
 

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from transformers import LlamaConfig
 
-from accel_fsdp import atomic_files
+from accel_fsdp import atomic_files, disks
 from accel_fsdp.checkpoints import (
     Origin,
     completeness,
@@ -45,7 +45,6 @@ from accel_fsdp.checkpoints.safe_pickles import unpickle
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.exporter import hub as upload
 from accel_fsdp.exporter import refusals, transformers_probe
-from accel_fsdp.training import disk_room
 from accel_fsdp.units import GIB, gib_of
 
 SIZES = {"vocab_size": 509, "hidden_size": 36, "intermediate_size": 70, "num_hidden_layers": 2}
@@ -310,7 +309,7 @@ def test_two_sizes_of_which_one_is_too_large_look_different(
     with pytest.raises(UserError) as exported:
         refusals.check_space(tmp_path / "out", needed - refusals.SPARE_BYTES, wide=False)
     with pytest.raises(UserError) as saved:
-        disk_room.check(tmp_path, needed, "checkpoint-3 takes")
+        disks.check_room(tmp_path, needed, "checkpoint-3 takes", why="", fix="")
     for what in (exported.value.what, saved.value.what):
         first, second = re.findall(r"[\d.,]+ (?:bytes|[GM]i?B)", what)
         assert first != second

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp import console
-from accel_fsdp.checkpoints import file_names, marker, summary
+from accel_fsdp.checkpoints import completeness, marker
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.units import counted
@@ -77,7 +77,7 @@ class History:
         """Lines for the user: the resumed checkpoint, and the settings that change after it."""
         if checkpoint is None:
             return []
-        lines = [f"resumed: {checkpoint}, after {counted(step_of(Path(checkpoint)), 'step')}"]
+        lines = [f"resumed: {checkpoint}, after {counted(completeness.step_of(Path(checkpoint)), 'step')}"]
         if self.unknown:
             lines.append("that checkpoint has no record of its settings: data and schedule aren't compared")
         return [*lines, *(f"changed from here on: {change}" for change in self.changes)]
@@ -177,10 +177,10 @@ def follow(checkpoint: Path | None, here: Settings, *, accepts: bool, skips_data
         return History(here)
     origin = marker.origin_of(checkpoint)
     if origin is None or not origin.settings:
-        return History(here, unknown=True, step=step_of(checkpoint))
+        return History(here, unknown=True, step=completeness.step_of(checkpoint))
     differences = list(changes(origin.settings, here))
     free_groups = TOLD if skips_data else TOLD | {"order"}
-    step = step_of(checkpoint)
+    step = completeness.step_of(checkpoint)
     _check_length(checkpoint, here, step)
     refused = [change for change in differences if change.group not in free_groups]
     if refused and not accepts:
@@ -211,12 +211,6 @@ def changes(old: Settings, new: Settings) -> Iterator[SettingChange]:
         for name, value in values.items():
             if name in before and before[name] != value:
                 yield SettingChange(group, name, before[name], value)
-
-
-def step_of(checkpoint: Path) -> int:
-    """The step after which the checkpoint was written; 0 if Trainer's file doesn't contain it."""
-    step = summary.read_json(checkpoint / file_names.TRAINER_STATE).get("global_step", 0)
-    return step if isinstance(step, int) else 0
 
 
 def _check_length(checkpoint: Path, here: Settings, step: int) -> None:
