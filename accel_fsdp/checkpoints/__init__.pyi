@@ -21,6 +21,7 @@ from .safe_pickles import damaged as damaged
 from .safetensors_header import DTYPES as DTYPES
 from .safetensors_header import ITEM_BYTES as ITEM_BYTES
 from .safetensors_header import TORCH_NAMES as TORCH_NAMES
+from .store import Damaged as Damaged
 from .store import Store as Store
 from .stored import Stored as Stored
 from .stored import bytes_of as bytes_of

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from accelerate.utils import gather_object
 
 from accel_fsdp import console
-from accel_fsdp.checkpoints import Store, completeness, file_names
-from accel_fsdp.checkpoints.store import Damaged
+from accel_fsdp.checkpoints import Damaged, Store, completeness, file_names
 from accel_fsdp.errors import UserError
 
 if TYPE_CHECKING:
