@@ -157,15 +157,6 @@ def _of_parameter(folder: Path, name: str) -> Path:
     return untrusted_files.inside(folder / file_names.UNIVERSAL, name, file_names.UNIVERSAL_STATE)
 
 
-def has_schedule(folder: Path) -> bool:
-    """Whether DeepSpeed itself steps a schedule of the learning rate.
-
-    Raises:
-        UserError: a file is missing or damaged.
-    """
-    return saved_files.load(min(folder.glob(file_names.ZERO_MODELS))).get("lr_scheduler") is not None
-
-
 def groups(folder: Path) -> list[tuple[list[str], dict[str, Any], dict[str, Any]]]:
     """Each of the optimizer's groups: its parameters' names, its settings, and the state that they share (`step`).
 

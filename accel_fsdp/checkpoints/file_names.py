@@ -71,8 +71,6 @@ LOCAL_MODELS = f"{FSDP_MODEL}_rank*.bin"
 """Accelerate: the ranks' files of LOCAL_STATE_DICT."""
 RANDOM_STATES = "random_states"
 """`Accelerator.save_state`: the beginning of random states."""
-PREPARED_SCHEDULERS = "scheduler*.bin"
-"""`Accelerator.save_state`: schedules that it prepared."""
 
 LATEST, GLOBAL_STEP = "latest", "global_step"
 """DeepSpeed: the file that names the folder of the ranks' files, and the beginning of that folder's name."""
