@@ -37,7 +37,7 @@ class SafeCheckpoints(Base):  # type: ignore[misc]
     | method | why (transformers 5.23) |
     |---|---|
     | `_prepare_for_training` | torch and DeepSpeed run code that a checkpoint's pickles name (DeepSpeed#6094) |
-    | `_load_from_checkpoint`, `_load_best_model` | parts are left out: `loading.weights` says which (not reported yet) |
+    | `_load_from_checkpoint`, `_load_best_model` | parts are left out: `loading.weights` says which (no report yet) |
     | `_load_optimizer_and_scheduler` | Adam restarts from zero under FSDP1 (transformers#25849, accelerate#3971) |
     | `_load_rng_state` | more ranks than before repeat the numbers of step 0 (transformers#14994 skips them) |
     | `_save_checkpoint` | a half-written folder is resumed, and its end fails (transformers#35782) |

@@ -91,7 +91,7 @@ class SftTrainer(SafeCheckpoints, Trainer):  # type: ignore[misc]
 
     | method | why (transformers 5.23) |
     |---|---|
-    | `_run_epoch` | a finished run that is resumed takes one more step (not reported yet) |
+    | `_run_epoch` | a finished run that is resumed takes one more step (no report yet) |
     | `_get_grad_norm` | the last call before the update sees a norm of NaN, and trains on (trl#6702) |
     | `_maybe_log_save_evaluate` | one NaN loss makes all later ones NaN in the log (transformers#13619) |
     | `_save_checkpoint` | weights that are NaN are saved, and the last finite ones deleted (as trl#6702) |
