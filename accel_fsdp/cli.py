@@ -159,7 +159,7 @@ def _check(options: Any) -> int:
 def _doctor(options: Any) -> int:
     from accel_fsdp.launch import doctor
 
-    return doctor.explain(options.explain) if options.explain is not None else doctor.examine(options)
+    return doctor.examine(options)
 
 
 def _end_as_ctrl_c_does(outcome: Callable[[], str]) -> None:

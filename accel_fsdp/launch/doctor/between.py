@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from accel_fsdp.launch import agreement
-from accel_fsdp.launch.doctor import known_errors
 from accel_fsdp.launch.doctor.facts import Facts
 from accel_fsdp.launch.doctor.network_tests import BUSY, NetworkResults
 from accel_fsdp.launch.doctor.probing import PAIR_SECONDS, SMALL_BYTES, PairResult
@@ -18,8 +17,6 @@ PER_MACHINE = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "PET_NODE_RANK", "CUD
 """Variables that may differ between machines."""
 LOSSY, LEAST_RESENT = 0.01, 20
 """Packets count as lost from this share, and this number, of retransmitted TCP segments."""
-OF_SCRIPTS = ("collective-timeout", "missing-ranks", "gone")
-"""Known errors whose cause is what ranks of a script do."""
 PING = (
     "ping -M do -s 1472 HOST between them shows it, and with a smaller -s the size that passes: 28 more than that is "
     "the MTU to set on both, on the interface that ip route get HOST names; or the network's MTU everywhere"
@@ -140,14 +137,7 @@ def _name(pair: PairResult) -> str:
 def _unreachable(subject: str, what: str, pair: PairResult) -> Row:
     first = pair.error.strip().splitlines()[0] if pair.error.strip() else "no answer"
     fix = "another interface (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), or a firewall that opens all ports above 1024"
-    return Row(subject, "error", f"{what}: {first}", *_cause_and_fix(pair.error, "ranks on them would hang", fix))
-
-
-def _cause_and_fix(message: str, why: str, fix: str) -> tuple[str, str]:
-    """Cause and fix of a message of the doctor's test, without errors that only a training script can cause."""
-    name = known_errors.find(message)
-    row = None if name is None or name in OF_SCRIPTS else known_errors.KNOWN[name]
-    return (row.often, row.fix) if row else (why, fix)
+    return Row(subject, "error", f"{what}: {first}", "ranks on them would hang", fix)
 
 
 def _cut_off(pair: PairResult) -> Row:
@@ -211,7 +201,7 @@ def _collectives(results: NetworkResults) -> Iterator[Row]:
     for rank, failure in results.failed_ranks.items():
         if silent and rank not in silent:
             continue  # they failed because of the silent machines
-        first, fix = failure.strip().splitlines()[0], "accel-fsdp doctor --explain with the message"
-        yield Row(f"rank {rank}", "error", first, *_cause_and_fix(failure, "a job would hang or stop there", fix))
+        first, fix = failure.strip().splitlines()[0], "NCCL_DEBUG=INFO accel-fsdp doctor shows what NCCL tried"
+        yield Row(f"rank {rank}", "error", first, "a job would hang or stop there", fix)
     if not results.failed_ranks:
         yield Row("collectives", "ok", f"{counted(results.ranks, 'rank')}: each collective gives the right result")

@@ -1,6 +1,5 @@
 """The command `accel-fsdp doctor`: examines this machine, connects to the others, and reports problems."""
 
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -9,7 +8,7 @@ from accel_fsdp import console, flag_words
 from accel_fsdp.config import DEFAULT_PORT, ReadConfig, read_config
 from accel_fsdp.errors import UsageError, UserError, require
 from accel_fsdp.launch import Address, agreement, place, rendezvous
-from accel_fsdp.launch.doctor import between, facts, known_errors, machine, report
+from accel_fsdp.launch.doctor import between, facts, machine, report
 from accel_fsdp.launch.doctor.flags import DoctorCommand
 from accel_fsdp.launch.doctor.network_tests import MachineGroup, NetworkTests
 from accel_fsdp.launch.doctor.report import Examination
@@ -24,24 +23,6 @@ OF_A_MACHINE = ("gpu_ids", "rdzv_backend", "same_network")
 """Keys of a YAML that may differ between machines, beside those of its place."""
 OTHER_FIRST_SECONDS = 5.0
 """Seconds that machine 0 looks for another machine 0, if the job's address isn't one of its own."""
-
-
-def explain(message: str) -> int:
-    """Prints the usual cause of an error message; returns 1 if the table doesn't have it."""
-    text = sys.stdin.read() if message == "-" else message
-    if not text.strip():
-        raise UsageError("no message", why="there is nothing to explain", fix='accel-fsdp doctor --explain "MESSAGE"')
-    name = known_errors.find(text)
-    if name is None:
-        console.say(
-            "the message is unknown; the first error in the logs of all ranks says more than the last", wrap=True
-        )
-        return 1
-    row = known_errors.KNOWN[name]
-    means = [f"means: {row.means}"] if row.means else []
-    examples = [f"seen in: {', '.join(row.seen)}"] if row.seen else []
-    console.put("\n  ".join([name, *means, row.often, f"fix: {row.fix}", *examples]), lines=True)
-    return 0
 
 
 def examine(options: DoctorCommand) -> int:

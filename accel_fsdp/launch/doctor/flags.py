@@ -18,14 +18,6 @@ class DoctorCommand(PlaceFlags):
     ] = None
     folder: Annotated[Path, arg("Folder of the job's output, whose disk is measured.", "FOLDER")] = Path(".")
     timeout: Annotated[int, arg("How long machines wait for each other.", "SECONDS")] = 60
-    explain: Annotated[
-        Optional[str],
-        arg(
-            "Print the usual cause of an error message, and test nothing; - reads it from stdin.",
-            "MESSAGE",
-            hint="(optional)",
-        ),
-    ] = None
     json: Annotated[bool, arg("Print the report as JSON.")] = False
     report: Annotated[
         bool, arg("Print the report for a bug report, without paths, tokens, host names and addresses.")

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 
 from accel_fsdp.errors import TESTED, UserError
 from accel_fsdp.launch import rendezvous
-from accel_fsdp.launch.doctor import known_errors
 from accel_fsdp.launch.doctor.facts import PROBE_BYTES, Facts
-from accel_fsdp.launch.doctor.machine_errors import SHM
 from accel_fsdp.launch.doctor.rows import Row, of_error
 from accel_fsdp.units import MIB, about_gib, counted, gib_or_mib, kib_or_mib, per_second
 
@@ -23,6 +21,7 @@ FEW_FILES = 4096
 """Open files at a time: a rank holds sockets to other ranks, shards, and what its data loaders open."""
 SLOW_DISK = 100e6
 """Bytes per second: a checkpoint of 100 GB takes 17 minutes."""
+SHM = "docker run --shm-size=16g, or --ipc=host; in Kubernetes an emptyDir of medium Memory at /dev/shm"
 BRIDGES = ("docker", "veth", "virbr", "br-", "cni", "flannel")
 """Beginnings of the names of interfaces that lead to containers of the same machine."""
 NO_JOB = "no job can be started here"
@@ -71,10 +70,8 @@ def _ranges() -> dict[str, "SpecifierSet"]:
 
 def _gpus(facts: Facts) -> Iterator[Row]:
     if facts.gpu_problem:
-        row = known_errors.KNOWN.get(known_errors.find(facts.gpu_problem) or "")
-        why = row.often if row else NO_JOB
-        fix = row.fix if row else "nvidia-smi; a restart of the machine, if it says the same"
-        yield Row("GPUs", "error", facts.gpu_problem, why, fix)
+        fix = "nvidia-smi; a restart of the machine, if it says the same"
+        yield Row("GPUs", "error", facts.gpu_problem, NO_JOB, fix)
     elif not facts.gpus:
         yield Row("GPUs", "ok", "none: ranks compute on the CPU and communicate by gloo")
     else:

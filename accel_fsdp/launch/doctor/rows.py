@@ -1,4 +1,4 @@
-"""The rows of the doctor's report, one for each check, and of its tables of error messages."""
+"""The rows of the doctor's report, one for each check."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -31,28 +31,3 @@ def of_error(subject: str, error: UserError) -> Row:
 def is_healthy(rows: Iterable[Row]) -> bool:
     """Whether a job could run: warnings only make it slower or less safe."""
     return all(row.verdict != "error" for row in rows)
-
-
-@dataclass(frozen=True)
-class KnownError:
-    """`pattern`: the text that a user sees, in any case.
-
-    `cause`: its usual cause. `means`: the meaning of a message that doesn't name the cause; such rows come after the
-    others.
-
-    `seen`: reports of it, as repository#issue. `unless`: a text that matches is another error. `follows`: it also
-    follows from an error of the script on another rank, which is then the cause.
-    """
-
-    pattern: str
-    cause: str
-    fix: str
-    seen: tuple[str, ...] = ()
-    means: str = ""
-    unless: str = ""
-    follows: bool = False
-
-    @property
-    def often(self) -> str:
-        """The cause, marked as usual, because it comes from a table and not from this machine."""
-        return f"often: {self.cause}"
