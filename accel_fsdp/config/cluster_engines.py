@@ -7,19 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-ClusterWord = Literal["slurm", "kubernetes", "skypilot", "dstack", "ray", "torchrun"]
+ClusterWord = Literal["slurm", "kubernetes", "skypilot", "dstack", "torchrun"]
 
 
 @dataclass(frozen=True)
 class ClusterEngine:
     """`takes` are the flags of `accel-fsdp script` that this engine supports, and some others don't.
 
-    `places` is the source of a machine's number and the first machine's address: "launch", which reads the engine's
-    variables, the job file's own "driver", or "" if the user gives them.
+    `places`: whether `accel-fsdp launch` reads a machine's number and the first machine's address from the engine's
+    variables. Otherwise the user gives them.
     """
 
     title: str
-    places: Literal["launch", "driver", ""] = "launch"
+    places: bool = True
     takes: frozenset[str] = frozenset()
 
 
@@ -28,11 +28,9 @@ CLUSTER_ENGINES: Mapping[ClusterWord, ClusterEngine] = {
     "kubernetes": ClusterEngine("Kubernetes", takes=frozenset({"--image", "--api"})),
     "skypilot": ClusterEngine("SkyPilot", takes=frozenset({"--image", "--spot"})),
     "dstack": ClusterEngine("dstack", takes=frozenset({"--image", "--spot"})),
-    "ray": ClusterEngine("Ray", places="driver"),
-    "torchrun": ClusterEngine("torchrun", places=""),
+    "torchrun": ClusterEngine("torchrun", places=False),
 }
 PLACING = [engine.title for engine in CLUSTER_ENGINES.values() if engine.places]
-LAUNCH_PLACES = [engine.title for engine in CLUSTER_ENGINES.values() if engine.places == "launch"]
 
 
 def engines_taking(flag: str) -> list[str]:

@@ -1,6 +1,5 @@
 """Job files: what each engine makes of them, and what the command inside them starts."""
 
-import ast
 import json
 import os
 import re
@@ -194,7 +193,7 @@ def test_a_job_file_is_written_without_the_network(write: Write, monkeypatch: py
     assert "No duration was given" in write("slurm", TWO, *H100S, words=(*TRAINS, "--max_steps", "100"))
 
 
-@pytest.mark.parametrize(("engine", "flags"), [("ray", ("--image", "mine:1")), ("slurm", ("--api", "pytorchjob"))])
+@pytest.mark.parametrize(("engine", "flags"), [("slurm", ("--image", "mine:1")), ("slurm", ("--api", "pytorchjob"))])
 def test_a_flag_that_the_file_would_not_hold_is_refused(engine: str, flags: tuple[str, str], write: Write) -> None:
     assert f"{flags[0]} for {engine}" in write(engine, ONE, *flags)
 
@@ -386,40 +385,7 @@ def test_the_command_in_a_task_is_one_that_launch_accepts(
     assert "--resume_from_checkpoint auto" in output
 
 
-def called(text: str, name: str) -> dict[str, Any]:
-    """The keyword arguments of a call in a driver that are written out there."""
-    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
-    [call] = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] == name]
-    return {str(keyword.arg): ast.unparse(keyword.value) for keyword in call.keywords}
-
-
-def test_a_driver_for_ray_asks_for_what_the_yaml_says(write: Write) -> None:
-    text = write("ray", TWO, "--time", "36h", "--grace", "60", "--host-memory", "512", "--name", "first")
-    asked = {"num_workers": "8", "use_gpu": "True", "resources_per_worker": "{'CPU': 4, 'memory': 128 << 30}"}
-    assert called(text, "ScalingConfig") == asked
-    assert called(text, "FailureConfig") == {"max_failures": "3"}
-    assert called(text, "RunConfig").items() >= {"name": "'first'", "storage_path": "'/shared/ray'"}.items()
-    assert called(text, "fit") == {"grace": "60", "minutes": "2160"}
-    loop = called(text, "TorchTrainer")["train_loop_config"].replace("os.getcwd()", "'here'")
-    assert ast.literal_eval(loop) == {
-        "folder": "here",
-        "config_file": "job.yaml",
-        "script": str(SFT),
-        "arguments": [*TRAINS, "--resume_from_checkpoint", "auto"],
-        "environment": {"HF_HOME": "/shared/.huggingface", "PYTORCH_ALLOC_CONF": "expandable_segments:True"},
-    }
-
-
-def test_words_of_any_kind_stay_in_a_driver_for_ray(write: Write, tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("print(1)\n")
-    words = ("first", "--text", 'it\'s $HOME `x`\n  # "two" \\ lines {0} é 😀', "--last=1")
-    text = write("ray", ONE, script=Path("own.py"), words=words)
-    loop = called(text, "TorchTrainer")["train_loop_config"].replace("os.getcwd()", "''")
-    assert ast.literal_eval(loop)["arguments"] == list(words)
-    assert called(text, "FailureConfig") == {"max_failures": "0"}  # it wouldn't resume
-
-
-@pytest.mark.parametrize("engine", ["skypilot", "dstack", "ray"])
+@pytest.mark.parametrize("engine", ["skypilot", "dstack"])
 def test_a_run_on_the_disk_of_one_machine_is_refused(engine: str, write: Write) -> None:
     flags = ("--gpus", "2x4xH100-80GB")
     output = write(engine, TWO, *flags, words=("--output_dir", "runs/first"))
@@ -470,7 +436,6 @@ def test_equal_input_makes_equal_files_and_none_is_overwritten(engine: str, writ
     [
         ("slurm", TWO, "next: sbatch 'a job'"),
         ("torchrun", ONE, "next: bash 'a job'\n"),
-        ("ray", ONE, "next: python 'a job', or: ray job submit --working-dir . -- python 'a job'\n"),
         ("torchrun", TWO, "next: bash 'a job' NUMBER ADDRESS, on each machine"),
     ],
 )
@@ -558,15 +523,11 @@ def test_one_process_takes_one_gpu(write: Write) -> None:
 
 
 @pytest.mark.parametrize("yaml_file", MADE, ids=lambda file: file.stem)
-@pytest.mark.parametrize("engine", ["slurm", "torchrun", "kubernetes", "ray"])
+@pytest.mark.parametrize("engine", ["slurm", "torchrun", "kubernetes"])
 def test_each_ready_made_yaml_has_a_job_file(engine: str, yaml_file: Path, write: Write) -> None:
     text = write(engine, yaml_file.read_text())
     if engine == "kubernetes":
         assert yaml.safe_load(text)["kind"] == "TrainJob"
-    elif engine == "ray":
-        assert (
-            int(called(text, "ScalingConfig")["num_workers"]) == yaml.safe_load(yaml_file.read_text())["num_processes"]
-        )
     else:
         assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
         assert text.startswith("#!/bin/bash")
@@ -597,7 +558,7 @@ def test_quotes_and_line_ends_in_words_stay(write: Write, tmp_path: Path) -> Non
     assert f"--text {shlex.quote(word)} --resume_from_checkpoint auto" in output
 
 
-@pytest.mark.parametrize("engine", ["slurm", "kubernetes", "skypilot", "dstack", "ray", "torchrun"])
+@pytest.mark.parametrize("engine", ["slurm", "kubernetes", "skypilot", "dstack", "torchrun"])
 def test_a_job_file_sets_expandable_segments(engine: str, write: Write, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("print()")
     gpus = ("--gpus", "4xH100-80GB")
