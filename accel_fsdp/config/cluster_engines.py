@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-ClusterWord = Literal["slurm", "kubernetes", "skypilot", "dstack", "torchrun"]
+ClusterWord = Literal["slurm", "kubernetes", "skypilot", "torchrun"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,6 @@ CLUSTER_ENGINES: Mapping[ClusterWord, ClusterEngine] = {
     "slurm": ClusterEngine("SLURM"),
     "kubernetes": ClusterEngine("Kubernetes", takes=frozenset({"--image", "--api"})),
     "skypilot": ClusterEngine("SkyPilot", takes=frozenset({"--image", "--spot"})),
-    "dstack": ClusterEngine("dstack", takes=frozenset({"--image", "--spot"})),
     "torchrun": ClusterEngine("torchrun", places=False),
 }
 PLACING = [engine.title for engine in CLUSTER_ENGINES.values() if engine.places]

@@ -46,19 +46,12 @@ ENGINES: Mapping[str, dict[str, str]] = {
         "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
         "SKYPILOT_NUM_GPUS_PER_NODE": "4",
     },
-    "dstack": {
-        "DSTACK_NODES_NUM": "2",
-        "DSTACK_NODE_RANK": "1",
-        "DSTACK_MASTER_NODE_IP": "10.0.0.1",
-        "DSTACK_GPUS_PER_NODE": "4",
-    },
 }
 MEETING = {
     "SLURM": "--main_process_ip gpu07 --main_process_port 24567",
     "Kubeflow": "--main_process_ip job-node-0-0.job --main_process_port 29400",
     "PyTorchJob": "--main_process_ip job-master-0 --main_process_port 23456",
     "SkyPilot": "--main_process_ip 10.0.0.1",
-    "dstack": "--main_process_ip 10.0.0.1",
 }
 Dry = Callable[..., str]
 
@@ -67,7 +60,7 @@ Dry = Callable[..., str]
 def dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Dry:
     """What `accel-fsdp launch --dry-run` prints for a YAML, variables and flags, or the error that it ends with."""
     for name in list(os.environ):
-        if name.startswith(("SLURM_", "PET_", "SKYPILOT_", "DSTACK_")) or name in ENGINES["PyTorchJob"]:
+        if name.startswith(("SLURM_", "PET_", "SKYPILOT_")) or name in ENGINES["PyTorchJob"]:
             monkeypatch.delenv(name)
 
     def run(yaml: str, variables: Mapping[str, str], *flags: str) -> str:

@@ -52,7 +52,7 @@ def write(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
 
 
 BASH = ("bash", "-c")
-FOREIGN = ("SLURM_", "PET_", "SKYPILOT_", "DSTACK_")
+FOREIGN = ("SLURM_", "PET_", "SKYPILOT_")
 
 
 def started(
@@ -268,13 +268,7 @@ def as_kubernetes_expands(text: str) -> str:
     return re.sub(r"\$(\$|\((\w+)\))", lambda found: "$" if found[1] == "$" else pytest.fail(found[0]), text)
 
 
-def as_dstack_expands(text: str) -> str:
-    """$$ becomes $; a single $ ends that, and a name between ${{ and }} is filled in (`VariablesInterpolator`)."""
-    assert "$" not in text.replace("$$", "")
-    return text.replace("$$", "$")
-
-
-@pytest.mark.parametrize("engine", ["kubernetes", "skypilot", "dstack"])
+@pytest.mark.parametrize("engine", ["kubernetes", "skypilot"])
 @pytest.mark.parametrize("name", ["null", "true", "on", "no", "yes", "off", "y"])
 def test_a_name_that_yaml_would_read_as_something_else(name: str, engine: str, write: Write) -> None:
     job = yaml.safe_load(write(engine, TWO, *H100S, "--name", name))
@@ -284,7 +278,6 @@ def test_a_name_that_yaml_would_read_as_something_else(name: str, engine: str, w
 PLACES = {
     "kubernetes": r"^( *)# (- \{name: (?:HF_TOKEN|WANDB_API_KEY|NCCL_DEBUG), .*)$",
     "skypilot": r"^( *)# ((?:secrets:|  HF_TOKEN: null|  WANDB_API_KEY: null|NCCL_DEBUG: INFO).*)$",
-    "dstack": r"^( *)# (- (?:HF_TOKEN|WANDB_API_KEY|NCCL_DEBUG=INFO) .*)$",
 }
 """Lines for the user, which are YAML once the comment's sign is gone."""
 
@@ -296,21 +289,14 @@ def test_tokens_and_nccls_log_have_a_place_in_each_file(engine: str, write: Writ
         assert re.search(rf"^ *#.*{name}.*<-|^ *#.*<-.*{name}|^#   {name}: null", text, re.MULTILINE), name
     if engine in PLACES:
         used = yaml.safe_load(re.sub(PLACES[engine], r"\1\2", text, flags=re.MULTILINE))
-        envs = (
-            used["envs"]
-            if engine == "skypilot"
-            else used["env"]
-            if engine == "dstack"
-            else used["spec"]["trainer"]["env"]
-        )
+        envs = used["envs"] if engine == "skypilot" else used["spec"]["trainer"]["env"]
         names = [env.get("name") if isinstance(env, dict) else env.partition("=")[0] for env in envs]
         assert {"HF_TOKEN", "WANDB_API_KEY", "NCCL_DEBUG"} <= {*names, *used.get("secrets", {})}
 
 
 def test_machines_that_may_be_taken_away_are_a_flag(write: Write) -> None:
     assert yaml.safe_load(write("skypilot", TWO, *H100S, "--spot"))["resources"]["use_spot"] is True
-    assert yaml.safe_load(write("dstack", TWO, *H100S, "--spot"))["spot_policy"] == "spot"
-    assert "spot" not in write("skypilot", TWO, *H100S) + write("dstack", TWO, *H100S)
+    assert "spot" not in write("skypilot", TWO, *H100S)
     assert "--spot for slurm" in write("slurm", TWO, "--spot")
 
 
@@ -354,29 +340,14 @@ def test_skypilot_wants_to_know_which_gpu(write: Write) -> None:
     assert "accelerators: A100:4" in write("skypilot", ONE, "--gpus", "4xa100-40GB")
 
 
-def test_a_dstack_task_is_one_for_its_models(write: Write) -> None:
-    text = write("dstack", TWO, "--gpus", "2x4xH100-80GB", "--time", "36h", "--host-memory", "512", "--image", "mine:1")
-    task = yaml.safe_load(text)
-    assert (task["nodes"], task["resources"]["gpu"], task["max_duration"]) == (2, "H100:80GB:4", "2160m")
-    assert yaml.safe_load(write("dstack", ONE))["resources"]["gpu"] == 4
-    models = pytest.importorskip(
-        "dstack._internal.core.models.configurations", reason="dstack pulls in a hundred packages"
-    )
-    configuration = models.parse_apply_configuration(task)
-    assert (configuration.nodes, configuration.resources.gpu.count.min, configuration.max_duration) == (2, 4, 36 * 3600)
-    interpolator = pytest.importorskip("dstack._internal.utils.interpolator").VariablesInterpolator({"run": {}})
-    [command] = configuration.commands
-    assert interpolator.interpolate_or_error(command) == as_dstack_expands(command)
-
-
 @pytest.mark.slow(but=1)
-@pytest.mark.parametrize(("engine", "key"), [("skypilot", "run"), ("dstack", "commands")])
+@pytest.mark.parametrize(("engine", "key"), [("skypilot", "run")])
 @pytest.mark.parametrize("flags", [(), ("--time", "36h")])
 def test_the_command_in_a_task_is_one_that_launch_accepts(
     engine: str, key: str, flags: tuple[str, ...], write: Write, tmp_path: Path
 ) -> None:
     task = yaml.safe_load(write(engine, TWO, "--gpus", "2x4xH100-80GB", *flags))
-    text = task[key] if engine == "skypilot" else as_dstack_expands("\n".join(task[key]))
+    text = task[key]
     title = CLUSTER_ENGINES[engine].title
     code, output = started(text, tmp_path, ENGINES[title])
     assert code == 0, output
@@ -385,7 +356,7 @@ def test_the_command_in_a_task_is_one_that_launch_accepts(
     assert "--resume_from_checkpoint auto" in output
 
 
-@pytest.mark.parametrize("engine", ["skypilot", "dstack"])
+@pytest.mark.parametrize("engine", ["skypilot"])
 def test_a_run_on_the_disk_of_one_machine_is_refused(engine: str, write: Write) -> None:
     flags = ("--gpus", "2x4xH100-80GB")
     output = write(engine, TWO, *flags, words=("--output_dir", "runs/first"))
@@ -545,8 +516,7 @@ def test_what_is_printed_is_what_is_written(write: Write, tmp_path: Path) -> Non
         shown = write(engine, ONE, "--gpus", "4xH100-80GB", words=words)
         write(engine, ONE, "--gpus", "4xH100-80GB", "-o", engine, words=words)
         assert (tmp_path / engine).read_text() == shown
-        text = as_dstack_expands(shown[shown.index("exec ") :]) if engine == "dstack" else shown
-        assert ":smile: [bold]x[/] ${{ run.args }}" in text.replace("$$", "$")
+        assert ":smile: [bold]x[/] ${{ run.args }}" in shown.replace("$$", "$")
 
 
 @pytest.mark.slow
@@ -558,7 +528,7 @@ def test_quotes_and_line_ends_in_words_stay(write: Write, tmp_path: Path) -> Non
     assert f"--text {shlex.quote(word)} --resume_from_checkpoint auto" in output
 
 
-@pytest.mark.parametrize("engine", ["slurm", "kubernetes", "skypilot", "dstack", "torchrun"])
+@pytest.mark.parametrize("engine", ["slurm", "kubernetes", "skypilot", "torchrun"])
 def test_a_job_file_sets_expandable_segments(engine: str, write: Write, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("print()")
     gpus = ("--gpus", "4xH100-80GB")

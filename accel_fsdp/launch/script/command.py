@@ -19,7 +19,7 @@ from accel_fsdp.errors import LONGEST_SHOWN, UNPRINTABLE, UsageError
 from accel_fsdp.hardware import MachineFacts, machines
 from accel_fsdp.job import from_yaml
 from accel_fsdp.launch import launcher, place
-from accel_fsdp.launch.script import dstack, duration, kubernetes, skypilot, slurm, torchrun
+from accel_fsdp.launch.script import duration, kubernetes, skypilot, slurm, torchrun
 from accel_fsdp.launch.script.flags import LEAST_GRACE, ScriptCommand
 from accel_fsdp.launch.script.job_file import RESUMES, SHARED, TOKENS, JobFile
 from accel_fsdp.linter import completed, read_launch, stops
@@ -57,7 +57,6 @@ ENGINES: Mapping[ClusterWord, EngineKind] = {
     "slurm": EngineKind(slurm.text, "sbatch FILE"),
     "kubernetes": EngineKind(kubernetes.text, "kubectl create -f FILE"),
     "skypilot": EngineKind(skypilot.text, "sky jobs launch FILE"),
-    "dstack": EngineKind(dstack.text, "dstack apply -f FILE"),
     "torchrun": EngineKind(torchrun.text, "bash FILE", " NUMBER ADDRESS, on each machine"),
 }
 
