@@ -25,7 +25,7 @@ class ClusterEngine:
 
 CLUSTER_ENGINES: Mapping[ClusterWord, ClusterEngine] = {
     "slurm": ClusterEngine("SLURM"),
-    "kubernetes": ClusterEngine("Kubernetes", takes=frozenset({"--image", "--api"})),
+    "kubernetes": ClusterEngine("Kubernetes", takes=frozenset({"--image"})),
     "skypilot": ClusterEngine("SkyPilot", takes=frozenset({"--image", "--spot"})),
     "torchrun": ClusterEngine("torchrun", places=False),
 }

@@ -221,7 +221,7 @@ def _from_skypilot(variables: Variables) -> dict[str, SourcedValue]:
 
 
 def _from_kubeflow(variables: Variables) -> dict[str, SourcedValue]:
-    """Reads variables of Kubeflow's Trainer and newer PyTorchJobs, which torchrun uses as defaults of its flags."""
+    """Reads variables of Kubeflow's Trainer, which torchrun uses as defaults of its flags."""
     nodes = variables.text("PET_NNODES")
     if nodes is None:
         return {}
@@ -240,18 +240,6 @@ def _from_kubeflow(variables: Variables) -> dict[str, SourcedValue]:
         machine_rank=variables.number("PET_NODE_RANK", "PET_GROUP_RANK"),
         main_process_ip=variables.text("PET_MASTER_ADDR"),
         main_process_port=variables.number("PET_MASTER_PORT"),
-    )
-
-
-def _from_pytorchjob(variables: Variables) -> dict[str, SourcedValue]:
-    """Reads variables of older PyTorchJobs, where WORLD_SIZE counts pods and RANK is the pod's, unlike torchrun's."""
-    if "LOCAL_RANK" in variables.all or not {"WORLD_SIZE", "RANK", "MASTER_ADDR"} <= variables.all.keys():
-        return {}
-    return _known_values(
-        num_machines=variables.number("WORLD_SIZE"),
-        machine_rank=variables.number("RANK"),
-        main_process_ip=variables.text("MASTER_ADDR"),
-        main_process_port=variables.number("MASTER_PORT"),
     )
 
 
@@ -304,7 +292,6 @@ def _first_of(hosts: str) -> str:
 ENGINES: Mapping[str, Callable[[Variables], dict[str, SourcedValue]]] = {
     "SkyPilot": _from_skypilot,
     "Kubeflow": _from_kubeflow,
-    "PyTorchJob": _from_pytorchjob,
     "SLURM": _from_slurm,
 }
 """The engines that may have started this process. SkyPilot comes first, as it may run on the others."""

@@ -193,7 +193,7 @@ def test_a_job_file_is_written_without_the_network(write: Write, monkeypatch: py
     assert "No duration was given" in write("slurm", TWO, *H100S, words=(*TRAINS, "--max_steps", "100"))
 
 
-@pytest.mark.parametrize(("engine", "flags"), [("slurm", ("--image", "mine:1")), ("slurm", ("--api", "pytorchjob"))])
+@pytest.mark.parametrize(("engine", "flags"), [("slurm", ("--image", "mine:1"))])
 def test_a_flag_that_the_file_would_not_hold_is_refused(engine: str, flags: tuple[str, str], write: Write) -> None:
     assert f"{flags[0]} for {engine}" in write(engine, ONE, *flags)
 
@@ -234,35 +234,6 @@ def test_a_trainjob_is_one_for_the_models_of_kubeflow(write: Write) -> None:
     assert {"name": "shm", "mountPath": "/dev/shm"} in pod["containers"][0]["volumeMounts"]
 
 
-def test_a_pytorchjob_is_one_for_the_models_of_kubeflow(write: Write) -> None:
-    manifest = yaml.safe_load(write("kubernetes", TWO, "--api", "pytorchjob", "--time", "36h"))
-    spec = manifest["spec"]
-    assert spec["runPolicy"]["cleanPodPolicy"] == "Running"  # pods that still run hold GPUs after the job's end
-    replicas = spec["pytorchReplicaSpecs"]
-    assert (spec["nprocPerNode"], replicas["Master"]["replicas"], replicas["Worker"]["replicas"]) == ("4", 1, 1)
-    assert replicas["Master"]["template"] == replicas["Worker"]["template"]
-    alone = yaml.safe_load(write("kubernetes", ONE, "--api", "pytorchjob"))
-    assert set(alone["spec"]["pytorchReplicaSpecs"]) == {"Master"}
-    models = pytest.importorskip("kubeflow.training.models", reason="kubeflow-training pulls in all of kubernetes")
-    assert _unknown(manifest, models.KubeflowOrgV1PyTorchJob, models) == []
-
-
-def _unknown(content: Any, kind: Any, models: Any) -> list[str]:
-    """The keys of a manifest that a generated class of Kubernetes, and those inside it, don't have."""
-    import kubernetes.client as core
-
-    known = {name: kind.openapi_types[field] for field, name in kind.attribute_map.items()}
-    unknown = [f"{kind.__name__}.{key}" for key in content if key not in known]
-    for key, value in content.items():
-        inner = re.sub(r"^(list\[|dict\(str, )(.*)[\])]$", r"\2", known.get(key, ""))
-        below = getattr(models, inner, None) or getattr(core, inner, None)
-        parts = [value] if isinstance(value, dict) and inner == known.get(key) else value
-        parts = list(parts.values()) if isinstance(parts, dict) else parts
-        if below is not None:
-            unknown += [name for part in parts for name in _unknown(part, below, models)]
-    return unknown
-
-
 def as_kubernetes_expands(text: str) -> str:
     """$$ becomes $, and a variable between $( and ) its value, of which these pods have none."""
     return re.sub(r"\$(\$|\((\w+)\))", lambda found: "$" if found[1] == "$" else pytest.fail(found[0]), text)
@@ -300,28 +271,17 @@ def test_machines_that_may_be_taken_away_are_a_flag(write: Write) -> None:
     assert "--spot for slurm" in write("slurm", TWO, "--spot")
 
 
-@pytest.mark.slow(but=1)
-@pytest.mark.parametrize("api", ["trainjob", "pytorchjob"])
-def test_the_command_in_a_kubernetes_file_is_one_that_launch_accepts(api: str, write: Write, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_command_in_a_kubernetes_file_is_one_that_launch_accepts(write: Write, tmp_path: Path) -> None:
     words = (*TRAINS, "--text", "$(HOME)\n two$$ $$(HOME) $")
-    spec = yaml.safe_load(write("kubernetes", TWO, "--api", api, "--shared", str(tmp_path), words=words))["spec"]
-    pods = spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"] if api == "pytorchjob" else []
-    container = pods[0] if pods else spec["trainer"]
+    container = yaml.safe_load(write("kubernetes", TWO, "--shared", str(tmp_path), words=words))["spec"]["trainer"]
     text = as_kubernetes_expands(container["args"][0])
     assert "\nexec accel-fsdp launch" in text
-    for engine in ("Kubeflow", *(["PyTorchJob"] if api == "pytorchjob" else [])):
-        code, output = started(text, tmp_path, ENGINES[engine], by=container["command"])
-        assert code == 0, output
-        assert f"# {engine}: num_machines 2" in output
-        assert "--machine_rank 1 --main_process_ip job-" in output
-        assert "--text '$(HOME)\n two$$ $$(HOME) $' --resume_from_checkpoint auto" in output
-
-
-def test_a_pod_of_a_script_that_cannot_resume_is_not_started_again(write: Write, tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("print(1)\n")
-    text = write("kubernetes", TWO, "--api", "pytorchjob", script=Path("own.py"), words=())
-    assert text.count("restartPolicy: Never") == 2
-    assert "backoffLimit: 0" in text
+    code, output = started(text, tmp_path, ENGINES["Kubeflow"], by=container["command"])
+    assert code == 0, output
+    assert "# Kubeflow: num_machines 2" in output
+    assert "--machine_rank 1 --main_process_ip job-" in output
+    assert "--text '$(HOME)\n two$$ $$(HOME) $' --resume_from_checkpoint auto" in output
 
 
 def test_a_skypilot_task_is_one_for_its_schema(write: Write) -> None:
@@ -330,9 +290,6 @@ def test_a_skypilot_task_is_one_for_its_schema(write: Write) -> None:
     )
     assert (task["num_nodes"], task["resources"]["accelerators"]) == (2, "A100-80GB:4")
     assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75, 138, 143]
-    sky = pytest.importorskip("sky", reason="SkyPilot pulls in a hundred packages")
-    task_read = sky.Task.from_yaml_config(task)
-    assert task_read.num_nodes == 2
 
 
 def test_skypilot_wants_to_know_which_gpu(write: Write) -> None:

@@ -146,7 +146,7 @@ def _warn_of_secrets(script_args: tuple[str, ...]) -> None:
 
 def _refuse_unread(options: ScriptCommand) -> None:
     """Raises if a flag has no effect on this engine's job file."""
-    used = {"--image": options.image is not None, "--api": options.api == "pytorchjob", "--spot": options.spot}
+    used = {"--image": options.image is not None, "--spot": options.spot}
     for flag in used:
         engines = engines_taking(flag)
         if used[flag] and options.engine not in engines:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Optional
+from typing import Annotated, Optional
 
 import tyro
 
@@ -10,7 +10,6 @@ from accel_fsdp.config import CLUSTER_ENGINES, ClusterWord, engines_taking
 from accel_fsdp.flag_words import arg
 from accel_fsdp.units import listed
 
-KubernetesApi = Literal["trainjob", "pytorchjob"]
 LEAST_GRACE = 30
 
 
@@ -57,9 +56,6 @@ class ScriptCommand:
         Optional[str],
         arg(f"Container image, for {listed(engines_taking('--image'), 'and')}.", "IMAGE", default="the engine's"),
     ] = None
-    api: Annotated[
-        KubernetesApi, arg("Kind of Kubernetes job: Kubeflow Trainer's TrainJob, or the older operator's PyTorchJob.")
-    ] = "trainjob"
     spot: Annotated[
         bool, arg(f"Use cheaper machines that may be taken away, for {listed(engines_taking('--spot'), 'and')}.")
     ] = False

@@ -1,19 +1,13 @@
-"""A job file for kubectl: a TrainJob of Kubeflow's Trainer, or a PyTorchJob of its older operator."""
+"""A job file for kubectl: a TrainJob of Kubeflow's Trainer."""
 
-from accel_fsdp.launch.script.job_file import INSTALL, NCCL_DEBUG, RESTARTS, TOKENS, JobFile, indented
+from accel_fsdp.launch.script.job_file import INSTALL, NCCL_DEBUG, TOKENS, JobFile, indented
 
 RUNTIME, REPLICATED_JOB, CONTAINER = "torch-distributed", "node", "node"
 """The runtime that comes with Kubeflow's Trainer, and what it calls its parts."""
-PYTORCHJOB_CONTAINER = "pytorch"
-"""The container that the operator looks for."""
 CLAIM = "shared"
 
 
 def text(job: JobFile) -> list[str]:
-    return pytorch_job(job) if job.flags.api == "pytorchjob" else train_job(job)
-
-
-def train_job(job: JobFile) -> list[str]:
     """A TrainJob: its trainer lacks fields for /dev/shm, the shared folder and the signal; runtime patches set them."""
     return [
         *_heading(job),
@@ -50,40 +44,6 @@ def train_job(job: JobFile) -> list[str]:
     ]
 
 
-def pytorch_job(job: JobFile) -> list[str]:
-    """A PyTorchJob: a master, and the other machines as its workers."""
-    has_workers = job.machines > 1
-    workers = ["    Worker:", f"      replicas: {job.machines - 1}", *_restarts(job), "      template: *machine"]
-    return [
-        *_heading(job),
-        "apiVersion: kubeflow.org/v1",
-        "kind: PyTorchJob",
-        "metadata:",
-        f'  name: "{job.name}"',
-        "spec:",
-        f'  nprocPerNode: "{job.gpus}"',
-        "  runPolicy:",
-        "    cleanPodPolicy: Running",
-        f"    backoffLimit: {RESTARTS if job.resumes else 0}",
-        *_deadline(job, "    "),
-        "  pytorchReplicaSpecs:",
-        "    Master:",
-        "      replicas: 1",
-        *_restarts(job),
-        f"      template:{' &machine' if has_workers else ''}",
-        "        spec:",
-        *_pod(job, "          "),
-        "          containers:",
-        f"            - name: {PYTORCHJOB_CONTAINER}",
-        *_image(job, "              "),
-        "              resources:",
-        *_resources(job, "                "),
-        *_container(job, "              "),
-        *_mounts(job, "              "),
-        *(workers if has_workers else []),
-    ]
-
-
 def _heading(job: JobFile) -> list[str]:
     note = f"It runs in {job.folder}, which each machine sees, with both files in it. Submit it: kubectl create -f FILE"
     return job.heading(note)
@@ -93,10 +53,10 @@ def _deadline(job: JobFile, indent: str) -> list[str]:
     return [f"{indent}activeDeadlineSeconds: {job.minutes * 60}"] if job.minutes else []
 
 
-def _image(job: JobFile, indent: str, otherwise: str = "") -> list[str]:
-    if job.flags.image is None and otherwise:
+def _image(job: JobFile, indent: str, otherwise: str) -> list[str]:
+    if job.flags.image is None:
         return [f"{indent}# image: IMAGE    # <- or {otherwise}"]
-    return [f"{indent}image: {job.flags.image or 'pytorch/pytorch:latest    # <- one with torch'}"]
+    return [f"{indent}image: {job.flags.image}"]
 
 
 def _resources(job: JobFile, indent: str) -> list[str]:
@@ -150,7 +110,3 @@ def _mounts(job: JobFile, indent: str) -> list[str]:
         f"  - {{name: shared, mountPath: {job.folder}}}",
     ]
     return [indent + line for line in lines]
-
-
-def _restarts(job: JobFile) -> list[str]:
-    return [f"      restartPolicy: {'OnFailure' if job.resumes else 'Never'}"]
