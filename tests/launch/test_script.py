@@ -1,6 +1,5 @@
 """Job files: what each engine makes of them, and what the command inside them starts."""
 
-import json
 import os
 import re
 import shlex
@@ -158,41 +157,6 @@ LLAMA = ("--model_name_or_path", "meta-llama/Llama-3.1-8B", "--output_dir", "/sh
 H100S = ("--gpus", "2x4xH100-80GB")
 
 
-def test_the_time_of_a_job_whose_steps_are_known_is_the_plans(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of as many steps as it has, three times over, and an hour."""
-    text = write("slurm", TWO, *H100S, words=(*LLAMA, "--max_steps", "20000", "--max_length", "2048"))
-    plan = ["plan", "--model", LLAMA[1], *H100S, "--config", "job.yaml", "--batch", "8", "--seq-len", "2048", "--json"]
-    cli.call(plan)
-    seconds = json.loads(capsys.readouterr().out)["strategies"][0]["step_seconds"]
-    days, hours, minutes = re.fullmatch(r"(?:(\d+)-)?(\d\d):(\d\d):00", asked(text)["time"]).groups("0")  # type: ignore[union-attr]
-    minutes_limit = (int(days) * 24 + int(hours)) * 60 + int(minutes)
-    assert minutes_limit == pytest.approx((20_000 * seconds * 3 + 3600) / 60, abs=1)
-    assert f"# <- Predicted: 20,000 steps x {seconds:.2g} s x 3, and an hour around them." in text
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (H100S, LLAMA),
-        (H100S, (*LLAMA, "--max_steps", "-1")),
-        ((), (*LLAMA, "--max_steps", "100")),
-        (("--gpus", "2x4xX900-80GB"), (*LLAMA, "--max_steps", "100")),
-        (H100S, (*TRAINS, "--max_steps", "100")),
-    ],
-    ids=["no steps", "epochs", "no GPUs", "a GPU that is not in the table", "a model that is not there"],
-)
-def test_a_time_that_is_not_known_stays_open(flags: tuple[str, ...], words: tuple[str, ...], write: Write) -> None:
-    text = write("slurm", TWO, *flags, words=words)
-    assert asked(text)["time"] == "1-00:00:00"
-    assert "# <- No duration was given" in text
-
-
-def test_a_job_file_is_written_without_the_network(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the network was asked"))
-    assert "No duration was given" in write("slurm", TWO, *H100S, words=(*TRAINS, "--max_steps", "100"))
-
-
 @pytest.mark.parametrize(("engine", "flags"), [("slurm", ("--image", "mine:1"))])
 def test_a_flag_that_the_file_would_not_hold_is_refused(engine: str, flags: tuple[str, str], write: Write) -> None:
     assert f"{flags[0]} for {engine}" in write(engine, ONE, *flags)
@@ -201,12 +165,6 @@ def test_a_flag_that_the_file_would_not_hold_is_refused(engine: str, flags: tupl
 def test_a_file_name_of_several_lines_is_refused(write: Write, tmp_path: Path) -> None:
     (script := tmp_path / "two\nlines.py").write_text("print(1)\n")
     assert "a character that can't be printed" in write("slurm", ONE, script=script, words=())
-
-
-def test_a_time_that_is_given_is_taken(write: Write) -> None:
-    text = write("slurm", TWO, *H100S, "--time", "90m", words=(*LLAMA, "--max_steps", "100"))
-    assert asked(text)["time"] == "01:30:00"
-    assert "Predicted" not in text
 
 
 def test_a_trainjob_is_one_for_the_models_of_kubeflow(write: Write) -> None:

@@ -19,7 +19,7 @@ from accel_fsdp.errors import LONGEST_SHOWN, UNPRINTABLE, UsageError
 from accel_fsdp.hardware import MachineFacts, machines
 from accel_fsdp.job import from_yaml
 from accel_fsdp.launch import launcher, place
-from accel_fsdp.launch.script import duration, kubernetes, skypilot, slurm, torchrun
+from accel_fsdp.launch.script import kubernetes, skypilot, slurm, torchrun
 from accel_fsdp.launch.script.flags import LEAST_GRACE, ScriptCommand
 from accel_fsdp.launch.script.job_file import RESUMES, SHARED, TOKENS, JobFile
 from accel_fsdp.linter import completed, read_launch, stops
@@ -174,7 +174,6 @@ def _job_file(options: ScriptCommand, config: JobConfig, script_args: tuple[str,
     uses_sft = read_launch(options.script, script_args).uses_sft
     arguments = flag_words.parse_command_line(script_args)
     is_resumed = RESUMES in arguments
-    time_unneeded = options.engine == "slurm" and uses_sft and options.time is None  # the others need no time
     return JobFile(
         flags=options,
         words=(*script_args, f"--{RESUMES}", "auto") if uses_sft and not is_resumed else script_args,
@@ -183,7 +182,6 @@ def _job_file(options: ScriptCommand, config: JobConfig, script_args: tuple[str,
         gpus=gpus,
         kind=kind,
         cpus=options.cpus or CPUS_PER_GPU * gpus,
-        predicted=duration.predicted(arguments, config, count, kind) if time_unneeded else None,
         minutes=None if options.time is None else _minutes(options.time, options.grace),
         uses_sft=uses_sft,
     )

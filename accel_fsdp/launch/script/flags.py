@@ -36,7 +36,7 @@ class ScriptCommand:
         arg(
             "Time limit of the job: 90m, 36h, 2d12h or 36:00:00.",
             "TIME",
-            default="under SLURM a prediction, or 24h without one; elsewhere no limit",
+            default="24h under SLURM; elsewhere no limit",
         ),
     ] = None
     grace: Annotated[int, arg("Time to save a checkpoint, between the signal to stop and the end.", "SECONDS")] = 120

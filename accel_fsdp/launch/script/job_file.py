@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from accel_fsdp import __version__, flag_words
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import MachineFacts
-from accel_fsdp.launch.script.duration import Duration
 from accel_fsdp.launch.script.flags import ScriptCommand
 from accel_fsdp.launch_environment import EXPANDABLE_SEGMENTS
 from accel_fsdp.units import counted
@@ -32,8 +31,7 @@ NCCL_DEBUG = "NCCL's log says which network it takes"
 class JobFile:
     """One job.
 
-    `gpus` and `cpus` are those of each machine, `minutes` the time limit, if a flag gives it. `predicted` is the
-    predicted duration, if there is one and no flag gives a limit. `uses_sft`: the script is train/sft.py or made of its
+    `gpus` and `cpus` are those of each machine, `minutes` the time limit, if a flag gives it. `uses_sft`: the script is train/sft.py or made of its
     parts.
     """
 
@@ -45,7 +43,6 @@ class JobFile:
     kind: MachineFacts | None
     cpus: int
     minutes: int | None
-    predicted: Duration | None
     uses_sft: bool
 
     @property

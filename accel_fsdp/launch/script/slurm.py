@@ -43,8 +43,6 @@ def _limit(job: JobFile) -> tuple[list[str], int]:
     """The minutes after which SLURM ends the job, and a comment on their origin unless a flag gave them."""
     if job.minutes:
         return [], job.minutes
-    if job.predicted and job.predicted.minutes * 60 > job.flags.grace:
-        return [f"# <- Predicted: {job.predicted}. --time sets another:"], job.predicted.minutes
     return ["# <- No duration was given. A shorter limit lets the scheduler start the job earlier:"], DEFAULT_MINUTES
 
 
