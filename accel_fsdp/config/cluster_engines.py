@@ -12,22 +12,25 @@ ClusterWord = Literal["slurm", "kubernetes", "skypilot", "torchrun"]
 
 @dataclass(frozen=True)
 class ClusterEngine:
-    """`takes` are the flags of `accel-fsdp script` that this engine supports, and some others don't.
+    """`submit` is the command that takes its job file.
+
+    `takes` are the flags of `accel-fsdp script` that this engine supports, and some others don't.
 
     `places`: whether `accel-fsdp launch` reads a machine's number and the first machine's address from the engine's
     variables. Otherwise the user gives them.
     """
 
     title: str
+    submit: str
     places: bool = True
     takes: frozenset[str] = frozenset()
 
 
 CLUSTER_ENGINES: Mapping[ClusterWord, ClusterEngine] = {
-    "slurm": ClusterEngine("SLURM"),
-    "kubernetes": ClusterEngine("Kubernetes", takes=frozenset({"--image"})),
-    "skypilot": ClusterEngine("SkyPilot", takes=frozenset({"--image", "--spot"})),
-    "torchrun": ClusterEngine("torchrun", places=False),
+    "slurm": ClusterEngine("SLURM", "sbatch"),
+    "kubernetes": ClusterEngine("Kubernetes", "kubectl create -f", takes=frozenset({"--image"})),
+    "skypilot": ClusterEngine("SkyPilot", "sky jobs launch", takes=frozenset({"--image", "--spot"})),
+    "torchrun": ClusterEngine("torchrun", "bash", places=False),
 }
 PLACING = [engine.title for engine in CLUSTER_ENGINES.values() if engine.places]
 
