@@ -44,7 +44,7 @@ COMMANDS = {
     "script": "script slurm {yaml} {script} {model} -o {out}/job.sbatch",
     "export": "export {model} {out}/exported",
     "init": "init {out}/project",
-    "doctor": "doctor --num-processes 2 --folder {out}",
+    "doctor": "doctor --folder {out}",
 }
 
 
