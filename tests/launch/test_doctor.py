@@ -1,6 +1,7 @@
 """`accel-fsdp doctor`: what it looks at on one machine, and the links of a job that it measures."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,15 @@ from conftest import Finished, accel_fsdp, made_yaml, run
 DOCTOR = [sys.executable, "-m", "accel_fsdp", "doctor"]
 MOUNTS = subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode == 0
 SMALL = 'mount -t tmpfs -o size=1m tmpfs "$0"; head -c 2000000 /dev/zero > "$0/left"; exec "$@"'
+SMI = """\
+#!/bin/bash
+case "$*" in
+  -L) echo 'GPU 0: NVIDIA H100'; echo 'GPU 1: NVIDIA H100' ;;
+  *driver_version*) echo 580.65.06; echo 580.65.06 ;;
+  *memory.total*) echo 'NVIDIA H100 80GB HBM3, 81559'; echo 'NVIDIA H100 80GB HBM3, 81559' ;;
+  topo*) echo '     GPU0 GPU1'; echo 'GPU0 X NV18'; echo 'GPU1 NV18 X' ;;
+esac
+"""
 SECONDS = 120
 
 
@@ -49,6 +59,17 @@ def test_a_machine_without_gpus_is_what_check_says_of_it(report: dict[str, objec
     )
     assert "1 warning" in doctor().output
     assert not re.search("healthy", doctor().output)
+
+
+def test_gpus_that_torch_cannot_use(tmp_path: Path) -> None:
+    (smi := tmp_path / "nvidia-smi").write_text(SMI)
+    smi.chmod(0o755)
+    finished = doctor(PATH=f"{tmp_path}:{os.environ['PATH']}", CUDA_VISIBLE_DEVICES="0,1")
+    assert finished.code == 1
+    assert re.search(r"^error +GPUs ", finished.output, flags=re.MULTILINE), finished.output
+    report = json.loads(doctor("--json", PATH=f"{tmp_path}:{os.environ['PATH']}").output)
+    assert (report["facts"]["gpus"], report["facts"]["links"]) == (["NVIDIA H100 80GB HBM3"] * 2, {"NV18": 1})
+    assert report["facts"]["driver"] == "580.65.06"
 
 
 @pytest.mark.skipif(not MOUNTS, reason="mounts of its own are not allowed")

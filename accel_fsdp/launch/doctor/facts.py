@@ -8,13 +8,13 @@ import socket
 import subprocess
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from accel_fsdp import atomic_files, python_child
 from accel_fsdp.errors import is_installed
-from accel_fsdp.hardware import host, machines
+from accel_fsdp.hardware import host
 from accel_fsdp.launch import agreement
 from accel_fsdp.units import MIB
 
@@ -140,7 +140,7 @@ def _gpus() -> tuple[list[str], str, str]:
         return [], "", _output_of("nvidia-smi", "-L") or "nvidia-smi lists no GPU" if broken else ""
     driver = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
     problem = _unseen_by_torch(machine.count) if is_installed("torch") else ""
-    return [machines.as_named(replace(machine, count=1))] * machine.count, driver, problem
+    return [machine.accelerator] * machine.count, driver, problem
 
 
 def _unseen_by_torch(count: int) -> str:

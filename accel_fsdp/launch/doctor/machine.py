@@ -86,7 +86,9 @@ def _gpus(facts: Facts) -> Iterator[Row]:
         yield Row("GPUs", "ok", "none")
     else:
         links = ", ".join(f"{kind} x {count}" for kind, count in sorted(facts.links.items()))
-        yield Row("GPUs", "ok", f"{facts.gpus_in_words}, driver {facts.driver}{links and f', links {links}'}")
+        yield Row(
+            "GPUs", "ok", f"{len(facts.gpus)} x {facts.gpus[0]}, driver {facts.driver}{links and f', links {links}'}"
+        )
     if facts.gpus and "torch" in facts.versions and not facts.torch_cuda:
         what, why = f"torch {facts.versions['torch']} is built without CUDA", "it can't use the GPUs"
         yield Row("torch", "error", what, why, "pip install torch, from the index that pytorch.org names for your CUDA")
