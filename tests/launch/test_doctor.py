@@ -117,7 +117,7 @@ def test_flags_that_do_not_go_together(words: tuple[str, ...], message: str) -> 
 
 def measured(output: str) -> set[tuple[str, str]]:
     """The collectives and sizes that have a bandwidth."""
-    return set(re.findall(r"^(all-\w+) +(\d+ [KM]iB) +[\d,.]+ ms +[\d,.]+ GB/s", output, flags=re.MULTILINE))
+    return set(re.findall(r"^(all-\w+) +(\d+ [KM]iB) +[\d,.]+ m?s +[\d,.]+ [MG]B/s", output, flags=re.MULTILINE))
 
 
 @pytest.mark.slow

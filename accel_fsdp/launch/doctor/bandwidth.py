@@ -16,7 +16,7 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import find
 from accel_fsdp.launch.doctor import facts
 from accel_fsdp.launch_environment import LaunchEnvironment
-from accel_fsdp.units import MIB, counted, kib_or_mib, per_second
+from accel_fsdp.units import MIB, any_time, counted, kib_or_mib, per_second
 
 SIZES_ON_CPU, SIZES_ON_GPU = (MIB // 4, 4 * MIB, 32 * MIB), (MIB, 32 * MIB, 1024 * MIB)
 REPEATS = 5
@@ -91,7 +91,7 @@ def main() -> None:
         for size in SIZES_ON_GPU if on_gpus else SIZES_ON_CPU:
             seconds, bandwidth = measure(name, size, device)
             share = f"  {bandwidth / link:4.0%} of the link" if link else ""
-            show(f"{name}  {kib_or_mib(size):>9}  {seconds * 1e3:10,.3f} ms  {bandwidth / 1e9:8,.2f} GB/s{share}")
+            show(f"{name}  {kib_or_mib(size):>9}  {any_time(seconds):>10}  {per_second(bandwidth):>12}{share}")
     dist.destroy_process_group()
 
 
