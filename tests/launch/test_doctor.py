@@ -9,7 +9,7 @@ from pathlib import Path
 
 import hosts
 import pytest
-from conftest import Finished, accel_fsdp, made_yaml, run
+from conftest import Finished, made_yaml, run
 
 DOCTOR = [sys.executable, "-m", "accel_fsdp", "doctor"]
 MOUNTS = subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode == 0
@@ -30,14 +30,6 @@ def doctor(*words: object, **environment: str) -> Finished:
     return run([*DOCTOR, *map(str, words)], **environment)
 
 
-@pytest.fixture(scope="module")
-def report() -> dict[str, object]:
-    finished = doctor("--json")
-    assert finished.code == 0, finished.output
-    content: dict[str, object] = json.loads(finished.output)
-    return content
-
-
 def test_what_this_machine_is() -> None:
     finished = doctor()
     assert finished.code == 0, finished.output
@@ -45,20 +37,17 @@ def test_what_this_machine_is() -> None:
         assert re.search(rf"^(ok|warning) +{subject} ", finished.output, flags=re.MULTILINE), subject
 
 
-def test_a_machine_without_gpus_is_what_check_says_of_it(report: dict[str, object], tmp_path: Path) -> None:
-    if report["facts"]["gpus"]:  # type: ignore[index]
-        pytest.skip("this machine has GPUs")
+def test_a_machine_without_gpus_is_not_healthy_and_launch_starts_nothing_there(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print()\n")
     (yaml := tmp_path / "job.yaml").write_text(made_yaml(model="gpt2", num_processes="2"))
-    findings = json.loads(accel_fsdp("check", "--json", "--here", yaml).output)
-    [of_check] = [finding for finding in findings if finding["code"] == "AF420"]
-    [of_doctor] = [row for row in report["rows"] if row["subject"] == "AF420"]  # type: ignore[attr-defined]
-    assert (of_doctor["verdict"], of_doctor["what"], of_doctor["why"]) == (
-        of_check["severity"],
-        of_check["what"],
-        of_check["why"],
-    )
-    assert "1 warning" in doctor().output
-    assert not re.search("healthy", doctor().output)
+    nowhere = {"CUDA_VISIBLE_DEVICES": ""}
+    finished = doctor(**nowhere)
+    assert re.search(r"^warning +GPUs +this machine has no usable GPU", finished.output, flags=re.MULTILINE)
+    assert "every rank would train the whole model alone" in finished.output
+    assert "healthy" not in finished.output
+    launched = run([*DOCTOR[:-1], "launch", str(yaml), str(tmp_path / "train.py")], **nowhere)
+    assert launched.code == 1
+    assert "would train unsharded" in launched.output
 
 
 def test_gpus_that_torch_cannot_use(tmp_path: Path) -> None:

@@ -1,16 +1,13 @@
 """Judges one machine, from its facts."""
 
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from accel_fsdp.errors import TESTED, UserError
 from accel_fsdp.launch import rendezvous
 from accel_fsdp.launch.doctor.facts import PROBE_BYTES, Facts
-from accel_fsdp.linter import LintOptions, lint
 from accel_fsdp.units import MIB, about_gib, counted, gib_or_mib, kib_or_mib, per_second
 
 if TYPE_CHECKING:
@@ -29,15 +26,6 @@ NO_JOB = "no job can be started here"
 ON = ("1", "true", "yes", "on", "detail")
 
 
-JOB = """\
-distributed_type: FSDP
-num_machines: 1
-num_processes: {ranks}
-fsdp_config: {{fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}}
-"""
-"""A job as `accel-fsdp check --here` reads it."""
-
-
 @dataclass(frozen=True)
 class Row:
     """The result `what` of a check of `subject`; for a problem also `why` it matters, and the `fix` to type."""
@@ -50,7 +38,7 @@ class Row:
 
 
 def judge(facts: Facts) -> list[Row]:
-    checks = (_gpus, _job, _memory, _shared_memory, _limits, _disk, _interfaces, _infiniband, _variables)
+    checks = (_gpus, _memory, _shared_memory, _limits, _disk, _interfaces, _infiniband, _variables)
     system = Row("system", "ok", f"{facts.system}, Python {facts.python}, {counted(facts.cores, 'core')}")
     return [system, *_libraries(facts), *(row for check in checks for row in check(facts))]
 
@@ -83,7 +71,9 @@ def _gpus(facts: Facts) -> Iterator[Row]:
         fix = "nvidia-smi; a restart of the machine, if it says the same"
         yield Row("GPUs", "error", facts.gpu_problem, NO_JOB, fix)
     elif not facts.gpus:
-        yield Row("GPUs", "ok", "none")
+        why = "every rank would train the whole model alone, unless the script is train/sft.py"
+        fix = "CUDA_VISIBLE_DEVICES, if there is one; accel-fsdp launch --cpu FILE SCRIPT tries a job here"
+        yield Row("GPUs", "warning", "this machine has no usable GPU of NVIDIA's", why, fix)
     else:
         links = ", ".join(f"{kind} x {count}" for kind, count in sorted(facts.links.items()))
         yield Row(
@@ -92,16 +82,6 @@ def _gpus(facts: Facts) -> Iterator[Row]:
     if facts.gpus and "torch" in facts.versions and not facts.torch_cuda:
         what, why = f"torch {facts.versions['torch']} is built without CUDA", "it can't use the GPUs"
         yield Row("torch", "error", what, why, "pip install torch, from the index that pytorch.org names for your CUDA")
-
-
-def _job(facts: Facts) -> Iterator[Row]:
-    """What `accel-fsdp check --here` says of a job with a rank for each GPU, so that both commands say the same."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "job.yaml")
-        path.write_text(JOB.format(ranks=len(facts.gpus) or 2))
-        for finding in lint(path, LintOptions(here=True)):
-            if finding.severity in ("error", "warning"):
-                yield Row(finding.code, finding.severity, finding.what, finding.why, finding.fix)
 
 
 def _memory(facts: Facts) -> Iterator[Row]:
