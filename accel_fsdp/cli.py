@@ -159,7 +159,7 @@ def _check(options: Any) -> int:
 def _doctor(options: Any) -> int:
     from accel_fsdp.launch import doctor
 
-    return doctor.explain(options.explain) if options.explain is not None else doctor.examine(options)
+    return _launch(doctor.of_links(options), ()) if options.bandwidth else doctor.examine(options)
 
 
 def _end_as_ctrl_c_does(outcome: Callable[[], str]) -> None:
@@ -356,10 +356,10 @@ COMMANDS = {
         "accel_fsdp.init_command:init",
     ),
     "doctor": Command(
-        "Examine this machine, and the connections between machines and ranks; say what is wrong and what to type.",
+        "Show what this machine has and what is wrong with it; with --bandwidth FILE, measure the links of a job.",
         "accel_fsdp.launch.doctor:DoctorCommand",
         _doctor,
-        cleaned="nothing is left of the test",
+        outcome="",
     ),
     "docs": Command(
         "Show a page of this version's documentation, or list them: accel-fsdp docs [TOPIC].",

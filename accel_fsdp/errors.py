@@ -95,7 +95,7 @@ LIBRARIES = {
     **dict.fromkeys(
         ("torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "jinja2", "psutil"), "train"
     ),
-    **{"safetensors": "train", "deepspeed": "deepspeed", "bitsandbytes": "quant", "ray": "ray"},
+    **{"safetensors": "train", "deepspeed": "deepspeed", "bitsandbytes": "quant"},
 }
 """The libraries that `pip install accel-fsdp` leaves out, and the extra that installs each."""
 

@@ -7,7 +7,7 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
 def listed(names: Iterable[str], conjunction: str) -> str:
-    """Joins words, such as: kubernetes, skypilot and dstack."""
+    """Joins words, such as: slurm, kubernetes and skypilot."""
     *others, last = names
     return f"{', '.join(others)} {conjunction} {last}" if others else last
 

@@ -27,7 +27,7 @@ COMMANDS = (
 )
 PROGRAM = re.compile(
     rf"accel-fsdp ({'|'.join(COMMANDS)})\b|\b(check) --"
-    r"|(accelerate launch)\b|(torchrun)\b|(train/sft\.py)|(pip) install|(srun)\b|(ray) job submit|(ds_to_universal)\b"
+    r"|(accelerate launch)\b|(torchrun)\b|(train/sft\.py)|(pip) install|(srun)\b|(ds_to_universal)\b"
 )
 """What a fix names before a flag: the flag is that program's. `check --fix FILE` is the linter's own short form."""
 PRINTED_BY = {
@@ -76,7 +76,6 @@ def known() -> dict[str, set[str]]:
     return {name: {flag.replace("_", "-") for flag in flags} for name, flags in flags_of.items()} | {
         "pip": {"--upgrade"},
         "srun": {"--ntasks-per-node"},
-        "ray": {"--working-dir"},
     }
 
 
@@ -107,9 +106,7 @@ def test_each_command_that_is_named_exists() -> None:
 
 
 @pytest.mark.slow(but=2)
-@pytest.mark.parametrize(
-    "program", ["train/sft.py", "ds_to_universal", "accelerate launch", "torchrun", "pip", "srun", "ray"]
-)
+@pytest.mark.parametrize("program", ["train/sft.py", "ds_to_universal", "accelerate launch", "torchrun", "pip", "srun"])
 def test_other_programs_know_the_flags_of_the_fixes(program: str, known: dict[str, set[str]]) -> None:
     flags_advised = [(flag, place) for name, flag, place in advised() if name == program]
     assert [f"{place} {flag}" for flag, place in flags_advised if flag not in known[program]] == []

@@ -36,7 +36,7 @@ FLOORS = [  # a room imports rooms of lower floors, which are the lines above it
 INSIDE = [  # of a room with rooms inside, these import those of the lines above
     {"models", "prediction.memory", "linter.rules", "launch.ranks", "training.data"},
     {"models.shrink", "prediction", "linter", "launch", "training.reporting"},
-    {"prediction.tracing", "launch.script", "launch.doctor", "launch.on_ray", "training"},
+    {"prediction.tracing", "launch.script", "launch.doctor", "training"},
 ]
 ROOMS = set().union(*FLOORS, *INSIDE)
 COMMANDS = {"cli", "__main__", "api", "init_command", "checkpoints_command", "docs_command"}

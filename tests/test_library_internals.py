@@ -180,10 +180,7 @@ def library_bases(module: str, node: ast.ClassDef) -> list[type]:
     if not isinstance(real, type):  # a class that a function makes
         places = imports(tree_of(module))
         paths = [places[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in places]
-        named = [
-            resolved(path) for path in paths if find_spec(path.partition(":")[0].partition(".")[0])
-        ]  # Ray is extra
-        real = type(node.name, tuple(named), {})
+        real = type(node.name, tuple(map(resolved, paths)), {})
     return [base for base in real.__mro__[1:] if base.__module__.partition(".")[0] not in OWN_AND_PYTHONS]
 
 

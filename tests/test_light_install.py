@@ -133,8 +133,6 @@ def test_the_doctor_looks_at_this_machine_and_says_what_ranks_need(light: Any, w
     finished = light("doctor")
     assert finished.code == 1, finished.output
     assert TRAIN in finished.output
-    assert "needs torch" in light("doctor", "--num-processes", "2").output
-    assert "main_process_port" in light("doctor", "--explain", "EADDRINUSE").output
 
 
 @pytest.mark.parametrize("engine", ["slurm", "kubernetes", "torchrun"])

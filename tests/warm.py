@@ -53,7 +53,7 @@ READ_LATER = (
         "NVIDIA_TF32_",
         "_",
     ),
-    *("PET_", "SKYPILOT_", "DSTACK_", "SLURM", "SRUN_", "ENVIRONMENT", "HOSTNAME", "SHLVL", "PS1"),
+    *("PET_", "SKYPILOT_", "SLURM", "SRUN_", "ENVIRONMENT", "HOSTNAME", "SHLVL", "PS1"),
     *("ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
     "PYTORCH_ALLOC_CONF",  # of CUDA's allocator, which no test has
     "TORCH_FORCE_WEIGHTS_ONLY_LOAD",
@@ -69,7 +69,7 @@ READ_LATER = (
         "ASK_FOR_CPU",
     ),
     *("HANG", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "PYTORCH_NVML_BASED_CUDA_CHECK", "TMPDIR"),
-    *("KINETO_", "TORCH_FR_", "RAY_CLIENT_MODE"),  # which torch and ray set in a worker that imported them
+    *("KINETO_", "TORCH_FR_"),  # which torch sets in a worker that imported them
 )
 """How the names of variables begin that programs read when they run, not when they are imported."""
 WHILE_IMPORTING = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}

@@ -4,7 +4,6 @@ from . import yaml_checks as yaml_checks
 from . import yaml_edit as yaml_edit
 from . import yaml_file as yaml_file
 from .cluster_engines import CLUSTER_ENGINES as CLUSTER_ENGINES
-from .cluster_engines import LAUNCH_PLACES as LAUNCH_PLACES
 from .cluster_engines import PLACING as PLACING
 from .cluster_engines import ClusterWord as ClusterWord
 from .cluster_engines import engines_taking as engines_taking

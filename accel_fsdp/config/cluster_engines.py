@@ -7,32 +7,32 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-ClusterWord = Literal["slurm", "kubernetes", "skypilot", "dstack", "ray", "torchrun"]
+ClusterWord = Literal["slurm", "kubernetes", "skypilot", "torchrun"]
 
 
 @dataclass(frozen=True)
 class ClusterEngine:
-    """`takes` are the flags of `accel-fsdp script` that this engine supports, and some others don't.
+    """`submit` is the command that takes its job file.
 
-    `places` is the source of a machine's number and the first machine's address: "launch", which reads the engine's
-    variables, the job file's own "driver", or "" if the user gives them.
+    `takes` are the flags of `accel-fsdp script` that this engine supports, and some others don't.
+
+    `places`: whether `accel-fsdp launch` reads a machine's number and the first machine's address from the engine's
+    variables. Otherwise the user gives them.
     """
 
     title: str
-    places: Literal["launch", "driver", ""] = "launch"
+    submit: str
+    places: bool = True
     takes: frozenset[str] = frozenset()
 
 
 CLUSTER_ENGINES: Mapping[ClusterWord, ClusterEngine] = {
-    "slurm": ClusterEngine("SLURM"),
-    "kubernetes": ClusterEngine("Kubernetes", takes=frozenset({"--image", "--api"})),
-    "skypilot": ClusterEngine("SkyPilot", takes=frozenset({"--image", "--spot"})),
-    "dstack": ClusterEngine("dstack", takes=frozenset({"--image", "--spot"})),
-    "ray": ClusterEngine("Ray", places="driver"),
-    "torchrun": ClusterEngine("torchrun", places=""),
+    "slurm": ClusterEngine("SLURM", "sbatch"),
+    "kubernetes": ClusterEngine("Kubernetes", "kubectl create -f", takes=frozenset({"--image"})),
+    "skypilot": ClusterEngine("SkyPilot", "sky jobs launch", takes=frozenset({"--image", "--spot"})),
+    "torchrun": ClusterEngine("torchrun", "bash", places=False),
 }
 PLACING = [engine.title for engine in CLUSTER_ENGINES.values() if engine.places]
-LAUNCH_PLACES = [engine.title for engine in CLUSTER_ENGINES.values() if engine.places == "launch"]
 
 
 def engines_taking(flag: str) -> list[str]:

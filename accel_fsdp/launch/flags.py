@@ -7,11 +7,11 @@ from typing import Annotated, Optional
 
 import tyro
 
-from accel_fsdp.config import LAUNCH_PLACES
+from accel_fsdp.config import PLACING
 from accel_fsdp.flag_words import arg
 from accel_fsdp.units import listed
 
-_known = partial(arg, default=f"from {listed(LAUNCH_PLACES, 'or')}, else from the YAML")
+_known = partial(arg, default=f"from {listed(PLACING, 'or')}, else from the YAML")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -216,14 +216,8 @@ def _has_torchruns_ranks(args: Any) -> bool:
     return distributed(args) and args.num_processes > 1 and not by_deepspeed
 
 
-def check_shards(config_file: Path, script: Path, script_args: tuple[str, ...]) -> None:
-    """Raises a UserError if a rank started by Ray would not shard."""
-    if distributed(args := launcher_args(config_file, script, script_args)):
-        _refuse_unsharded(args)
-
-
 def rank_environment(config_file: Path, script: Path) -> dict[str, str]:
-    """The variables for a rank of torchrun or Ray, which set the numbers of processes and machines themselves."""
+    """The variables for a rank of torchrun, which sets the numbers of processes and machines itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         args = launcher_args(config_file, script, ())

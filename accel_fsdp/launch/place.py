@@ -1,4 +1,4 @@
-"""Finds this machine's number and the number of machines, from flags, SLURM, Kubernetes, SkyPilot or dstack.
+"""Finds this machine's number and the number of machines, from flags, SLURM, Kubernetes or SkyPilot.
 
 Only this module reads the engines' variables. The names are those of `accelerate launch`.
 """
@@ -9,7 +9,6 @@ import shutil
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from accel_fsdp import flag_words
@@ -208,21 +207,21 @@ def _total(per_node: SourcedValue | None, machines: SourcedValue | None, at_most
     return SourcedValue(per_node.value * machines.value, f"{per_node.source} x {machines.source}", at_most)
 
 
-def _from_cloud(machines: str, gpus: str, rank: str, addresses: str, variables: Variables) -> dict[str, SourcedValue]:
-    """Reads the variables of SkyPilot or dstack, by their names; the first of the `addresses` is machine 0's."""
-    count, hosts = variables.number(machines), variables.text(addresses)
+def _from_skypilot(variables: Variables) -> dict[str, SourcedValue]:
+    """The first of the addresses is machine 0's."""
+    count, hosts = variables.number("SKYPILOT_NUM_NODES"), variables.text("SKYPILOT_NODE_IPS")
     if count is None:
         return {}
     return _known_values(
         num_machines=count,
-        num_processes=_total(variables.number(gpus), count),
-        machine_rank=variables.number(rank),
+        num_processes=_total(variables.number("SKYPILOT_NUM_GPUS_PER_NODE"), count),
+        machine_rank=variables.number("SKYPILOT_NODE_RANK"),
         main_process_ip=SourcedValue(hosts.value.split()[0], hosts.source) if hosts else None,
     )
 
 
 def _from_kubeflow(variables: Variables) -> dict[str, SourcedValue]:
-    """Reads variables of Kubeflow's Trainer and newer PyTorchJobs, which torchrun uses as defaults of its flags."""
+    """Reads variables of Kubeflow's Trainer, which torchrun uses as defaults of its flags."""
     nodes = variables.text("PET_NNODES")
     if nodes is None:
         return {}
@@ -241,18 +240,6 @@ def _from_kubeflow(variables: Variables) -> dict[str, SourcedValue]:
         machine_rank=variables.number("PET_NODE_RANK", "PET_GROUP_RANK"),
         main_process_ip=variables.text("PET_MASTER_ADDR"),
         main_process_port=variables.number("PET_MASTER_PORT"),
-    )
-
-
-def _from_pytorchjob(variables: Variables) -> dict[str, SourcedValue]:
-    """Reads variables of older PyTorchJobs, where WORLD_SIZE counts pods and RANK is the pod's, unlike torchrun's."""
-    if "LOCAL_RANK" in variables.all or not {"WORLD_SIZE", "RANK", "MASTER_ADDR"} <= variables.all.keys():
-        return {}
-    return _known_values(
-        num_machines=variables.number("WORLD_SIZE"),
-        machine_rank=variables.number("RANK"),
-        main_process_ip=variables.text("MASTER_ADDR"),
-        main_process_port=variables.number("MASTER_PORT"),
     )
 
 
@@ -303,17 +290,11 @@ def _first_of(hosts: str) -> str:
 
 
 ENGINES: Mapping[str, Callable[[Variables], dict[str, SourcedValue]]] = {
-    "SkyPilot": partial(
-        _from_cloud, "SKYPILOT_NUM_NODES", "SKYPILOT_NUM_GPUS_PER_NODE", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"
-    ),
-    "dstack": partial(
-        _from_cloud, "DSTACK_NODES_NUM", "DSTACK_GPUS_PER_NODE", "DSTACK_NODE_RANK", "DSTACK_MASTER_NODE_IP"
-    ),
+    "SkyPilot": _from_skypilot,
     "Kubeflow": _from_kubeflow,
-    "PyTorchJob": _from_pytorchjob,
     "SLURM": _from_slurm,
 }
-"""The engines that may have started this process. SkyPilot and dstack come first, as they may run on the others."""
+"""The engines that may have started this process. SkyPilot comes first, as it may run on the others."""
 
 
 def now() -> Place:

@@ -56,15 +56,6 @@ def skypilot(rank: int) -> dict[str, str]:
     }
 
 
-def dstack(rank: int) -> dict[str, str]:
-    return {
-        "DSTACK_NODE_RANK": str(rank),
-        "DSTACK_NODES_NUM": "2",
-        "DSTACK_MASTER_NODE_IP": "10.77.0.1",
-        "DSTACK_GPUS_PER_NODE": "2",
-    }
-
-
 JOBS: Mapping[str, tuple[dict[str, str], object]] = {
     "fsdp2": ({"fsdp_version": "2", "strategy": "4"}, kubeflow),
     "fsdp1": ({"fsdp_version": "1", "strategy": "4"}, slurm),
@@ -104,7 +95,6 @@ def test_hybrid_sharding_over_two_machines_learns_as_one_process_does(
 COMMANDS: Mapping[str, tuple[Callable[[int], dict[str, str]], Callable[[dict[str, object]], object]]] = {
     "kubernetes": (kubeflow, lambda job: job["spec"]["trainer"]["args"][0]),  # type: ignore[index]
     "skypilot": (skypilot, lambda task: task["run"]),
-    "dstack": (dstack, lambda task: "\n".join(task["commands"])),  # type: ignore[arg-type]
 }
 TOLD = ("num_machines", "num_processes", "machine_rank")
 """Keys that engines tell."""

@@ -39,26 +39,17 @@ ENGINES: Mapping[str, dict[str, str]] = {
         "PET_MASTER_ADDR": "job-node-0-0.job",
         "PET_MASTER_PORT": "29400",
     },
-    "PyTorchJob": {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"},
     "SkyPilot": {
         "SKYPILOT_NUM_NODES": "2",
         "SKYPILOT_NODE_RANK": "1",
         "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
         "SKYPILOT_NUM_GPUS_PER_NODE": "4",
     },
-    "dstack": {
-        "DSTACK_NODES_NUM": "2",
-        "DSTACK_NODE_RANK": "1",
-        "DSTACK_MASTER_NODE_IP": "10.0.0.1",
-        "DSTACK_GPUS_PER_NODE": "4",
-    },
 }
 MEETING = {
     "SLURM": "--main_process_ip gpu07 --main_process_port 24567",
     "Kubeflow": "--main_process_ip job-node-0-0.job --main_process_port 29400",
-    "PyTorchJob": "--main_process_ip job-master-0 --main_process_port 23456",
     "SkyPilot": "--main_process_ip 10.0.0.1",
-    "dstack": "--main_process_ip 10.0.0.1",
 }
 Dry = Callable[..., str]
 
@@ -67,7 +58,7 @@ Dry = Callable[..., str]
 def dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Dry:
     """What `accel-fsdp launch --dry-run` prints for a YAML, variables and flags, or the error that it ends with."""
     for name in list(os.environ):
-        if name.startswith(("SLURM_", "PET_", "SKYPILOT_", "DSTACK_")) or name in ENGINES["PyTorchJob"]:
+        if name.startswith(("SLURM_", "PET_", "SKYPILOT_")):
             monkeypatch.delenv(name)
 
     def run(yaml: str, variables: Mapping[str, str], *flags: str) -> str:
@@ -93,9 +84,7 @@ def test_the_engine_says_where_a_launch_runs(engine: str, dry: Dry) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_yaml_without_numbers_takes_the_engines(engine: str, dry: Dry) -> None:
-    processes = "" if engine == "PyTorchJob" else "--num_processes 8 "
-    yaml = f"{YAML}num_processes: 8\n" if engine == "PyTorchJob" else YAML
-    assert f"launch --num_machines 2 {processes}--machine_rank 1" in dry(yaml, ENGINES[engine])
+    assert "launch --num_machines 2 --num_processes 8 --machine_rank 1" in dry(YAML, ENGINES[engine])
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -106,7 +95,7 @@ def test_another_number_of_machines_is_refused_with_both(engine: str, dry: Dry) 
     assert "num_machines: 2 in the YAML" in shown
 
 
-@pytest.mark.parametrize("engine", sorted(ENGINES.keys() - {"PyTorchJob"}))
+@pytest.mark.parametrize("engine", ENGINES)
 def test_another_number_of_processes_is_refused_with_both(engine: str, dry: Dry) -> None:
     shown = dry(f"{YAML}num_machines: 2\nnum_processes: 16\n", ENGINES[engine])
     assert f"{engine} says num_processes 8 (" in shown
@@ -159,7 +148,7 @@ def test_words_for_the_number_of_processes_leave_it_to_the_yaml(word: str, dry: 
 
 def test_a_rank_of_torchrun_is_no_pod(dry: Dry) -> None:
     yaml = f"{YAML}num_machines: 1\nnum_processes: 2\n"
-    assert "#" not in dry(yaml, {**ENGINES["PyTorchJob"], "LOCAL_RANK": "0"})
+    assert "#" not in dry(yaml, {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "23456"})
 
 
 def test_a_machine_rank_in_the_file_that_is_another_machines(dry: Dry) -> None:

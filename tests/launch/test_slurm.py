@@ -49,7 +49,7 @@ def job_file(folder: Path, model: Path, data: Path, monkeypatch: MonkeyPatch, ev
     (folder / "job.yaml").write_text(made_yaml(model=str(model), mixed_precision="no", **machines))
     words = job_words(model, data, folder / "run", STEPS, PER_RANK, save_steps=every)
     monkeypatch.chdir(folder)
-    assert cli.call(["script", "slurm", "--time", "10m", "-o", "job.sh", "job.yaml", str(SFT), *words]) == 0
+    assert cli.call(["script", "slurm", "--time", "10", "-o", "job.sh", "job.yaml", str(SFT), *words]) == 0
     return folder / "job.sh"
 
 

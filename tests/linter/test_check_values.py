@@ -369,7 +369,7 @@ def test_who_else_knows_the_address_of_several_machines_is_said(
     path.write_text(f"num_machines: 2\n{EIGHT}")
     assert cli.call(["check", "--strict", str(path)]) == 1
     message = " ".join(capsys.readouterr().out.split())
-    assert "accel-fsdp launch takes it and the machine's number from SLURM, Kubernetes, SkyPilot and dstack" in message
+    assert "accel-fsdp launch takes it and the machine's number from SLURM, Kubernetes and SkyPilot" in message
     line.write_text(f"accelerate launch --config_file {path} train.py --bf16\n")
     assert cli.call(["check", str(path), "--args", str(line)]) == 1
     assert "error AF403" in capsys.readouterr().out

@@ -88,7 +88,7 @@ def test_machines_that_an_engine_starts_need_no_address(flags: list[str], tmp_pa
     checked = accel_fsdp("check", "--strict", path)
     assert checked.code == 0, checked.output
     words = ["--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "/shared/run"]
-    for engine in ("slurm", "kubernetes", "skypilot", "dstack", "ray", "torchrun"):
+    for engine in ("slurm", "kubernetes", "skypilot", "torchrun"):
         written = accel_fsdp("script", engine, "--force", "-o", job, path, SFT, *words)
         assert written.code == 0, written.output
     again = shlex.split(path.read_text().splitlines()[2].removeprefix("#"))

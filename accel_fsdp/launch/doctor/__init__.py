@@ -1,4 +1,4 @@
-"""The command `accel-fsdp doctor`: what is wrong with this machine, and between the machines of a job."""
+"""The command `accel-fsdp doctor`: what this machine is, what is wrong with it, and how fast the links of a job are."""
 
 import lazy_loader
 

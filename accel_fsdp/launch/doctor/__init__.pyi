@@ -1,4 +1,3 @@
-from . import known_errors as known_errors
 from .command import examine as examine
-from .command import explain as explain
+from .command import of_links as of_links
 from .flags import DoctorCommand as DoctorCommand

@@ -1,4 +1,4 @@
-"""The facts that one machine reports about itself, as data for the others; torch isn't imported."""
+"""The facts of this machine, as data; torch isn't imported."""
 
 import os
 import platform
@@ -8,15 +8,14 @@ import socket
 import subprocess
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from accel_fsdp import atomic_files, python_child
 from accel_fsdp.errors import is_installed
-from accel_fsdp.hardware import host, machines
-from accel_fsdp.launch import agreement, rendezvous
+from accel_fsdp.hardware import host
+from accel_fsdp.launch import agreement
 from accel_fsdp.units import MIB
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -35,14 +34,12 @@ PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "FI_", "PET_", "OMP
 class Facts:
     """The facts of one machine. `*_bytes` are bytes; unknown facts are None or empty.
 
-    `addresses`: each network interface with its IP addresses. `name_addresses`: the addresses of the host's own name.
-    `links`: between GPUs, as nvidia-smi calls them, with how many pairs have each. `asks_for`: the numbers of the job
-    that this machine was given, by the names of `accelerate launch`.
+    `links`: between GPUs, as nvidia-smi calls them, with how many pairs have each. `infiniband`: the state of each
+    port, such as `4: ACTIVE 400 Gb/sec (4X NDR)`.
     """
 
     name: str
-    name_addresses: list[str]
-    addresses: dict[str, list[str]]
+    interfaces: list[str]
     system: str
     python: str
     versions: dict[str, str]
@@ -64,23 +61,17 @@ class Facts:
     disk_problem: str
     folder: str
     variables: dict[str, str]
-    asks_for: dict[str, Any]
-
-    @property
-    def gpus_in_words(self) -> str:
-        return f"{len(self.gpus)} x {self.gpus[0]}" if self.gpus else "no GPU"
 
 
-def look(folder: Path, asks_for: dict[str, Any]) -> Facts:
+def look(folder: Path) -> Facts:
     """Looks at this machine. `folder` is where the job will write."""
     gpus, driver, problem = _gpus()
     folder = atomic_files.existing_part(folder)
-    speed, disk_problem = measure_disk(folder)
+    speed, disk_problem = _measure_disk(folder)
     shared = shutil.disk_usage(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
     return Facts(
         name=socket.gethostname(),
-        name_addresses=_addresses_of(socket.gethostname()),
-        addresses=_interfaces(),
+        interfaces=[name for _, name in socket.if_nameindex()],
         system=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),
         versions=agreement.versions(),
@@ -96,13 +87,14 @@ def look(folder: Path, asks_for: dict[str, Any]) -> Facts:
         free_shared_memory_bytes=shared.free if shared else None,
         open_files=_limit("RLIMIT_NOFILE"),
         locked_bytes=_limit("RLIMIT_MEMLOCK"),
-        infiniband=_infiniband(),
+        infiniband=infiniband(),
         filesystem=host.filesystem(folder),
         disk_bytes_per_second=speed,
         disk_problem=disk_problem,
         folder=str(folder),
-        variables={name: value for name, value in sorted(os.environ.items()) if _matters(name)},
-        asks_for=asks_for,
+        variables={
+            name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES) and name != SET_HERE
+        },
     )
 
 
@@ -116,11 +108,7 @@ def _limit(name: str) -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-def _matters(variable: str) -> bool:
-    return (variable.startswith(PREFIXES) and variable != SET_HERE) or agreement.is_compared(variable)
-
-
-def measure_disk(folder: Path) -> tuple[float | None, str]:
+def _measure_disk(folder: Path) -> tuple[float | None, str]:
     """Bytes per second that a new file in a folder takes until it is on disk, or why none can be written."""
     block = os.urandom(MIB)
     try:
@@ -133,24 +121,6 @@ def measure_disk(folder: Path) -> tuple[float | None, str]:
             return PROBE_BYTES / (time.monotonic() - began), ""
     except OSError as error:
         return None, error.strerror or str(error)
-
-
-def _addresses_of(name: str) -> list[str]:
-    try:
-        return rendezvous.addresses_of(name)
-    except (OSError, UnicodeError):  # Linux allows longer names than the network does
-        return []
-
-
-def _interfaces() -> dict[str, list[str]]:
-    names = {name: list[str]() for _, name in socket.if_nameindex()}
-    if is_installed("psutil"):
-        import psutil
-
-        kinds = (socket.AF_INET, socket.AF_INET6)
-        for name, addresses in psutil.net_if_addrs().items():
-            names[name] = [address.address.partition("%")[0] for address in addresses if address.family in kinds]
-    return names
 
 
 def _torch_cuda() -> str:
@@ -170,7 +140,7 @@ def _gpus() -> tuple[list[str], str, str]:
         return [], "", _output_of("nvidia-smi", "-L") or "nvidia-smi lists no GPU" if broken else ""
     driver = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
     problem = _unseen_by_torch(machine.count) if is_installed("torch") else ""
-    return [machines.as_named(replace(machine, count=1))] * machine.count, driver, problem
+    return [machine.accelerator] * machine.count, driver, problem
 
 
 def _unseen_by_torch(count: int) -> str:
@@ -201,6 +171,10 @@ def _links() -> dict[str, int]:
     return kinds
 
 
-def _infiniband() -> dict[str, str]:
-    ports = sorted(INFINIBAND.glob("*/ports/*/state"))
-    return {f"{port.parts[-4]}:{port.parts[-2]}": port.read_text().rpartition(":")[2].strip() for port in ports}
+def infiniband() -> dict[str, str]:
+    ports = [path.parent for path in sorted(INFINIBAND.glob("*/ports/*/state"))]
+    return {f"{port.parts[-3]}:{port.name}": " ".join((_line(port / "state"), _line(port / "rate"))) for port in ports}
+
+
+def _line(path: Path) -> str:
+    return path.read_text().strip() if path.is_file() else ""

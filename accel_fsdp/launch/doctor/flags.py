@@ -4,28 +4,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Optional
 
-import tyro
-
 from accel_fsdp.flag_words import arg
 from accel_fsdp.launch import PlaceFlags
 
 
 @dataclass(frozen=True)
 class DoctorCommand(PlaceFlags):
-    file: Annotated[
-        tyro.conf.Positional[Optional[Path]],
-        arg("An Accelerate YAML to compare with this machine.", "FILE", hint="(optional)"),
-    ] = None
-    folder: Annotated[Path, arg("Folder of the job's output, whose disk is measured.", "FOLDER")] = Path(".")
-    timeout: Annotated[int, arg("How long machines wait for each other.", "SECONDS")] = 60
-    explain: Annotated[
-        Optional[str],
+    bandwidth: Annotated[
+        Optional[Path],
         arg(
-            "Print the usual cause of an error message, and test nothing; - reads it from stdin.",
-            "MESSAGE",
+            "Start the ranks of this YAML, as accel-fsdp launch does on each of its machines, and measure their links.",
+            "FILE",
             hint="(optional)",
         ),
     ] = None
+    folder: Annotated[Path, arg("Folder of the job's output, whose disk is measured.", "FOLDER")] = Path(".")
     json: Annotated[bool, arg("Print the report as JSON.")] = False
     report: Annotated[
         bool, arg("Print the report for a bug report, without paths, tokens, host names and addresses.")

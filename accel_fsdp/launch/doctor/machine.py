@@ -1,21 +1,19 @@
-"""Judges one machine, from its own facts."""
+"""Judges one machine, from its facts."""
 
-import ipaddress
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from accel_fsdp.errors import TESTED, UserError
 from accel_fsdp.launch import rendezvous
-from accel_fsdp.launch.doctor import known_errors
 from accel_fsdp.launch.doctor.facts import PROBE_BYTES, Facts
-from accel_fsdp.launch.doctor.machine_errors import SHM
-from accel_fsdp.launch.doctor.rows import Row, of_error
 from accel_fsdp.units import MIB, about_gib, counted, gib_or_mib, kib_or_mib, per_second
 
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
 
+Verdict = Literal["ok", "unknown", "warning", "error"]
 LITTLE_SHARED = 64 * MIB
 """Containers have this much shared memory by default."""
 LEAST_FREE_SHARED = 16 * MIB
@@ -23,27 +21,26 @@ FEW_FILES = 4096
 """Open files at a time: a rank holds sockets to other ranks, shards, and what its data loaders open."""
 SLOW_DISK = 100e6
 """Bytes per second: a checkpoint of 100 GB takes 17 minutes."""
-BRIDGES = ("docker", "veth", "virbr", "br-", "cni", "flannel")
-"""Beginnings of the names of interfaces that lead to containers of the same machine."""
+SHM = "docker run --shm-size=16g, or --ipc=host; in Kubernetes an emptyDir of medium Memory at /dev/shm"
 NO_JOB = "no job can be started here"
 ON = ("1", "true", "yes", "on", "detail")
 
 
-def judge(facts: Facts, several: bool, communicated: bool = False) -> list[Row]:
-    """All rows of one machine. `several`: the job has other machines; `communicated`: data was exchanged with them."""
-    return [
-        Row("system", "ok", f"{facts.system}, Python {facts.python}, {counted(facts.cores, 'core')}"),
-        *_libraries(facts),
-        *_gpus(facts),
-        *_memory(facts),
-        *_shared_memory(facts),
-        *_limits(facts),
-        *_disk(facts),
-        *_host_name(facts, several, communicated),
-        *_interfaces(facts, several),
-        *_infiniband(facts),
-        *_variables(facts),
-    ]
+@dataclass(frozen=True)
+class Row:
+    """The result `what` of a check of `subject`; for a problem also `why` it matters, and the `fix` to type."""
+
+    subject: str
+    verdict: Verdict
+    what: str
+    why: str = ""
+    fix: str = ""
+
+
+def judge(facts: Facts) -> list[Row]:
+    checks = (_gpus, _memory, _shared_memory, _limits, _disk, _interfaces, _infiniband, _variables)
+    system = Row("system", "ok", f"{facts.system}, Python {facts.python}, {counted(facts.cores, 'core')}")
+    return [system, *_libraries(facts), *(row for check in checks for row in check(facts))]
 
 
 def _libraries(facts: Facts) -> Iterator[Row]:
@@ -71,15 +68,17 @@ def _ranges() -> dict[str, "SpecifierSet"]:
 
 def _gpus(facts: Facts) -> Iterator[Row]:
     if facts.gpu_problem:
-        row = known_errors.KNOWN.get(known_errors.find(facts.gpu_problem) or "")
-        why = row.often if row else NO_JOB
-        fix = row.fix if row else "nvidia-smi; a restart of the machine, if it says the same"
-        yield Row("GPUs", "error", facts.gpu_problem, why, fix)
+        fix = "nvidia-smi; a restart of the machine, if it says the same"
+        yield Row("GPUs", "error", facts.gpu_problem, NO_JOB, fix)
     elif not facts.gpus:
-        yield Row("GPUs", "ok", "none: ranks compute on the CPU and communicate by gloo")
+        why = "every rank would train the whole model alone, unless the script is train/sft.py"
+        fix = "CUDA_VISIBLE_DEVICES, if there is one; accel-fsdp launch --cpu FILE SCRIPT tries a job here"
+        yield Row("GPUs", "warning", "this machine has no usable GPU of NVIDIA's", why, fix)
     else:
         links = ", ".join(f"{kind} x {count}" for kind, count in sorted(facts.links.items()))
-        yield Row("GPUs", "ok", f"{facts.gpus_in_words}, driver {facts.driver}{links and f', links {links}'}")
+        yield Row(
+            "GPUs", "ok", f"{len(facts.gpus)} x {facts.gpus[0]}, driver {facts.driver}{links and f', links {links}'}"
+        )
     if facts.gpus and "torch" in facts.versions and not facts.torch_cuda:
         what, why = f"torch {facts.versions['torch']} is built without CUDA", "it can't use the GPUs"
         yield Row("torch", "error", what, why, "pip install torch, from the index that pytorch.org names for your CUDA")
@@ -138,61 +137,18 @@ def _disk(facts: Facts) -> Iterator[Row]:
         yield Row("disk", "ok", what)
 
 
-def _host_name(facts: Facts, several: bool, communicated: bool) -> Iterator[Row]:
-    addresses, own_addresses = facts.name_addresses, set().union(*facts.addresses.values())
-    reachable = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
-    if reachable and (not own_addresses or own_addresses & set(reachable)):  # without psutil no address is known
-        yield Row("host name", "ok", f"{facts.name} is {', '.join(addresses)}")
-        return
-    what = f"{facts.name} is {', '.join(addresses)}, its own alone" if addresses else f"{facts.name} is unknown here"
-    if reachable:
-        what = f"{facts.name} is {', '.join(reachable)}, an address that none of its interfaces has"
-    if not several or "GLOO_SOCKET_IFNAME" in facts.variables:
-        yield Row("host name", "ok", f"{what}; a job on one machine doesn't need it" if not several else what)
-        return
-    interface = next((name for name, own_addresses in facts.addresses.items() if _leads_away(own_addresses)), "eth0")
-    fix = f"the machine's own address beside its name in /etc/hosts; or export GLOO_SOCKET_IFNAME={interface}"
-    if communicated:
-        why = "the ranks communicated anyway; a library that resolves the name would connect to another host"
-        yield Row("host name", "warning", what, why, fix)
-        return
-    why = "ranks pass it to those of other machines, which then connect to themselves, or nowhere"
-    yield Row("host name", "error", what, why, fix)
-
-
-def _leads_away(addresses: list[str]) -> bool:
-    parsed = [ipaddress.ip_address(address) for address in addresses]
-    return any(not address.is_loopback and not address.is_link_local for address in parsed)
-
-
-def _interfaces(facts: Facts, several: bool) -> Iterator[Row]:
-    interface_list = ", ".join(f"{name} {' '.join(ips)}".strip() for name, ips in facts.addresses.items() if ips)
+def _interfaces(facts: Facts) -> Iterator[Row]:
     try:
-        rendezvous.check_interfaces(facts.variables, list(facts.addresses))
+        rendezvous.check_interfaces(facts.variables, facts.interfaces)
     except UserError as error:
-        yield of_error("interfaces", error)
-        return
-    wrong_interfaces = list(_wrong_interfaces(facts)) if several else []
-    yield from wrong_interfaces or [Row("interfaces", "ok", interface_list or ", ".join(facts.addresses))]
-
-
-def _wrong_interfaces(facts: Facts) -> Iterator[Row]:
-    """Reports interfaces named in variables that exist but don't lead to another machine."""
-    for variable, _, names in rendezvous.named_interfaces(facts.variables, list(facts.addresses)):
-        for name in names:
-            is_internal = name == "lo" or name.startswith(BRIDGES)
-            if not is_internal and (facts.addresses[name] or not any(facts.addresses.values())):
-                continue  # without psutil no address is known
-            why = "it leads to no other machine: Connection refused" if is_internal else "it has no IP address"
-            leading = [interface for interface, addresses in facts.addresses.items() if _leads_away(addresses)]
-            others = [interface for interface in leading if not interface.startswith(BRIDGES)]
-            fix = f"export {variable}={others[0]}" if others else f"unset {variable}"
-            yield Row("interfaces", "error", f"{variable}={facts.variables[variable]}: {name}", why, fix)
+        yield Row("interfaces", "error", error.what, error.why, error.fix)
+    else:
+        yield Row("interfaces", "ok", ", ".join(facts.interfaces))
 
 
 def _infiniband(facts: Facts) -> Iterator[Row]:
     port_list = ", ".join(f"{port} {state}" for port, state in facts.infiniband.items())
-    if "ACTIVE" in facts.infiniband.values():
+    if "ACTIVE" in port_list:
         yield Row("InfiniBand", "ok", port_list)
     elif port_list:
         why = "NCCL falls back to TCP, which is slow"

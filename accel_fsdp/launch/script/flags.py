@@ -2,16 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Optional
+from typing import Annotated, Optional
 
 import tyro
 
 from accel_fsdp.config import CLUSTER_ENGINES, ClusterWord, engines_taking
 from accel_fsdp.flag_words import arg
 from accel_fsdp.units import listed
-
-KubernetesApi = Literal["trainjob", "pytorchjob"]
-LEAST_GRACE = 30
 
 
 @dataclass(frozen=True)
@@ -26,19 +23,11 @@ class ScriptCommand:
     name: Annotated[Optional[str], arg("Name of the job.", "NAME", default="from the YAML's file name")] = None
     gpus: Annotated[
         Optional[str],
-        arg(
-            "GPUs of a machine, such as 8xH100-80GB; 2x8xA100-40GB means two machines.",
-            "NxNAME[-MEMORYGB]",
-            default="from the YAML and the comment at its top",
-        ),
+        arg("GPUs of a machine; 2x8xA100-40GB means two machines.", "NxNAME[-MEMORYGB]", default="from the YAML"),
     ] = None
     time: Annotated[
         Optional[str],
-        arg(
-            "Time limit of the job: 90m, 36h, 2d12h or 36:00:00.",
-            "TIME",
-            default="under SLURM a prediction, or 24h without one; elsewhere no limit",
-        ),
+        arg("Time limit, as SLURM reads it: 90 (minutes), 36:00:00 or 2-12 (days).", "TIME", default="24 h in SLURM"),
     ] = None
     grace: Annotated[int, arg("Time to save a checkpoint, between the signal to stop and the end.", "SECONDS")] = 120
     cpus: Annotated[Optional[int], arg("CPU cores of one machine.", "N", default="4 for each GPU")] = None
@@ -47,19 +36,11 @@ class ScriptCommand:
     ] = None
     shared: Annotated[
         Optional[str],
-        arg(
-            "Absolute path of a folder that all machines share.",
-            "FOLDER",
-            default="under SLURM and torchrun where the job is submitted, else /shared",
-        ),
+        arg("Absolute path of a folder that all machines share.", "FOLDER", default="/shared in containers"),
     ] = None
     image: Annotated[
-        Optional[str],
-        arg(f"Container image, for {listed(engines_taking('--image'), 'and')}.", "IMAGE", default="the engine's"),
+        Optional[str], arg(f"Container image, for {listed(engines_taking('--image'), 'and')}.", "IMAGE")
     ] = None
-    api: Annotated[
-        KubernetesApi, arg("Kind of Kubernetes job: Kubeflow Trainer's TrainJob, or the older operator's PyTorchJob.")
-    ] = "trainjob"
     spot: Annotated[
         bool, arg(f"Use cheaper machines that may be taken away, for {listed(engines_taking('--spot'), 'and')}.")
     ] = False

@@ -1,122 +1,111 @@
-"""The content of a job file for any engine, and the parts that all job files share."""
+"""A job file: a template of `templates/` with the values of one job."""
 
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import resources
+from string import Template
 
 from accel_fsdp import __version__, flag_words
-from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import MachineFacts
-from accel_fsdp.launch.script.duration import Duration
 from accel_fsdp.launch.script.flags import ScriptCommand
-from accel_fsdp.launch_environment import EXPANDABLE_SEGMENTS
 from accel_fsdp.units import counted
 
-SHARED = "/shared"
-"""The path in containers of the folder that all machines share, unless a flag gives another."""
-LAUNCHER_SECONDS = 10
-"""Seconds of the grace period that the launcher needs after the ranks have ended."""
 RESUMES = "resume_from_checkpoint"
-RESTARTS = 3
-"""How many times an engine starts a failed job again."""
-INSTALL = "pip install --quiet 'accel-fsdp[train]'"
-STOPPED = (75, 138)
-"""Exit codes of `accel-fsdp launch` after a saved checkpoint: its ranks got the signal, or it got SIGUSR1 itself."""
-ENDED_BY_SIGTERM = 143
-TOKENS = {"HF_TOKEN": "gated models and --push_to_hub", "WANDB_API_KEY": "--report_to wandb"}
-"""Variables that hold a secret, which no job file should, and what they are for."""
-NCCL_DEBUG = "NCCL's log says which network it takes"
+TWICE_THE_MEMORY = {("A100", 80.0): "A100-80GB", ("V100", 32.0): "V100-32GB"}
+"""GPUs of one name that come with more memory, as SkyPilot calls them."""
+
+
+class JobTemplate(Template):
+    delimiter = "@"  # bash has the usual one
 
 
 @dataclass(frozen=True)
 class JobFile:
-    """One job.
+    """One job: `machines` with so many `gpus` of a `kind`, if it is known, and a limit of `seconds`, if there is one.
 
-    `gpus` and `cpus` are those of each machine, `minutes` the time limit, if a flag gives it. `predicted` is the
-    predicted duration, if there is one and no flag gives a limit. `uses_sft`: the script is train/sft.py or made of its
-    parts.
+    `uses_sft`: the script is train/sft.py or made of its parts. `words` are its arguments.
     """
 
     flags: ScriptCommand
     words: tuple[str, ...]
-    name: str
     machines: int
     gpus: int
     kind: MachineFacts | None
-    cpus: int
-    minutes: int | None
-    predicted: Duration | None
+    seconds: int | None
     uses_sft: bool
 
     @property
-    def variables(self) -> Mapping[str, str]:
-        """The allocator's variable, on GPUs that can have it."""
-        return EXPANDABLE_SEGMENTS if self.kind is None or self.kind.has_expandable_segments else {}
-
-    @property
-    def resumes(self) -> bool:
-        """Whether the job file, submitted again, continues the stopped run."""
-        return self.uses_sft and flag_words.parse_command_line(self.words).get(RESUMES) in ("auto", "true")
-
-    @property
     def folder(self) -> str:
-        return self.flags.shared or SHARED
+        return self.flags.shared or "/shared"
 
-    @property
-    def shutdown(self) -> int:
-        """Seconds that torch's launcher gives the ranks between the signal and SIGKILL."""
-        return self.flags.grace - LAUNCHER_SECONDS
+    def text(self) -> str:
+        """The template without the lines that name a missing value; an `if_` is empty or missing."""
+        is_yaml = self.flags.engine in ("kubernetes", "skypilot")
+        folder = resources.files(__package__).joinpath("templates")
+        template = folder.joinpath(f"{self.flags.engine}.{'yaml' if is_yaml else 'sh'}").read_text(encoding="utf-8")
+        values, lines = self._values(), []
+        for line in template.splitlines():
+            names = [match["named"] or match["braced"] for match in JobTemplate.pattern.finditer(line)]
+            if all(values[name] is not None for name in names):
+                indent = line[: len(line) - len(line.lstrip())] if is_yaml else ""  # which YAML takes away again
+                lines.append(JobTemplate(line).substitute(values).replace("\n", f"\n{indent}"))
+        return "\n".join(lines)
 
-    def heading(self, *notes: str) -> list[str]:
-        """The comments at the top of a job file."""
-        machines = f"{counted(self.machines, 'machine')} of {counted(self.gpus, 'GPU')}"
-        title = f"{self.flags.script} with {self.flags.file} on {machines}."
-        made_by = f"Made by accel-fsdp {__version__}. Lines with <- are yours to edit."
-        return [f"# {line}" for line in (title, made_by, *notes)]
+    def _values(self) -> dict[str, object]:
+        flags = self.flags
+        resumes = self.uses_sft and flag_words.parse_command_line(self.words).get(RESUMES) in ("auto", "true")
+        conditions = {
+            "several": self.machines > 1,
+            "alone": self.machines == 1,
+            "resumes": resumes,
+            "spot": flags.spot,
+            "no_image": flags.image is None,
+            "no_time": flags.time is None,
+            "expandable": self.kind is None or self.kind.has_expandable_segments,
+        }
+        return {
+            **{f"if_{name}": "" if holds else None for name, holds in conditions.items()},
+            "version": __version__,
+            "file": flags.file,
+            "script": flags.script,
+            "size": f"{counted(self.machines, 'machine')} of {counted(self.gpus, 'GPU')}",
+            "name": flags.name,
+            "machines": self.machines,
+            "gpus": self.gpus,
+            "accelerator": self._skypilots_gpu(),
+            "cpus": flags.cpus,
+            "memory": flags.host_memory,
+            "mem": f"{flags.host_memory}G" if flags.host_memory else 0,  # SLURM's word for all
+            "image": flags.image,
+            "shared": flags.shared,
+            "folder": self.folder,
+            "time": flags.time or "1-00:00:00",
+            "seconds": self.seconds,
+            "timeout": f"timeout --foreground --signal=USR1 {self.seconds} " if self.seconds else "",
+            "grace": flags.grace,
+            "shutdown": flags.grace - 10 if self.uses_sft else None,  # the launcher ends after its ranks
+            "signal": f"USR1@{flags.grace}" if self.uses_sft else None,
+            "requeue": "requeue" if resumes else "no-requeue",
+            # Our ranks end together, and the first code counts; with a user's own, only a failure ends the others.
+            "early_end": "--kill-on-bad-exit=0 --wait=60" if self.uses_sft else "--kill-on-bad-exit=1",
+            "command": self._command(),
+        }
 
-    def command(self, indent: str = "") -> str:
-        unchecked = ["--no-check"] if self.flags.no_check else []
-        words = ["accel-fsdp", "launch", *unchecked, str(self.flags.file), str(self.flags.script)]
-        return in_lines(words, self.words, indent)
+    def _command(self) -> str:
+        """The words that start the script, for bash; each flag of the script is on a line with its values."""
+        script, unchecked = str(self.flags.script), ["--no-check"] if self.flags.no_check else []
+        words = ["accel-fsdp", "launch", *unchecked, str(self.flags.file), script]
+        if self.flags.engine == "torchrun":
+            words = [script, "--accelerate_config", str(self.flags.file)]
+        lines = [shlex.join(words)]
+        for word in self.words:
+            before = "        " if word.startswith("--") else f"{lines.pop()} "
+            lines.append(f"{before}{shlex.quote(word)}")
+        text = " \\\n".join(lines)
+        return text.replace("$", "$$") if self.flags.engine == "kubernetes" else text  # it makes $ of $$
 
-    def under_timeout(self, command: str) -> str:
-        """A shell command that enforces the time limit itself, and then exits with 124, which isn't restarted."""
-        return f"timeout --foreground --signal=USR1 {self.minutes}m {command}" if self.minutes else command
-
-
-def shell_variables(job: JobFile) -> list[str]:
-    """Lines with a bash script's variables: the allocator's; tokens from a private file and NCCL's log, to edit."""
-    return [
-        *(f"export {name}={value}" for name, value in job.variables.items()),
-        f"# source ~/.tokens    # <- export {' and '.join(f'{name}=...' for name in TOKENS)}, in a file for you alone",
-        f"# export NCCL_DEBUG=INFO    # <- {NCCL_DEBUG}",
-    ]
-
-
-def in_lines(words: list[str], arguments: tuple[str, ...], indent: str) -> str:
-    """A command for bash: its words, then each flag of a script with its values on a separate line."""
-    lines = [shlex.join(words)]
-    for word in arguments:
-        quoted = shlex.quote(word)
-        if word.startswith("--"):
-            lines.append(f"{indent}    {quoted}")
-        else:
-            lines[-1] += f" {quoted}"
-    return " \\\n".join(lines)
-
-
-def indented(text: str, indent: str) -> str:
-    """Indents a text inside a YAML block; YAML removes the indent again, also in the lines of a quoted word."""
-    return "\n".join(f"{indent}{line}" if line else line for line in text.split("\n"))
-
-
-def refuse_own_disk(job: JobFile, disks: str) -> None:
-    """Refuses an output folder that other machines, or a later start, won't find; `disks` describes these disks."""
-    output = flag_words.parse_command_line(job.words).get("output_dir", "")
-    if job.uses_sft and isinstance(output, str) and not f"{output}/".startswith(f"{job.folder}/"):
-        raise UsageError(
-            f"--output_dir {output or 'is missing'}, and {disks}",
-            why="a later start would find no checkpoint, and other machines not the shards of this one",
-            fix=f"train/sft.py --output_dir {job.folder}/{output.lstrip('/') or 'runs/first'}; "
-            "or accel-fsdp script --shared FOLDER with a folder that contains it",
-        )
+    def _skypilots_gpu(self) -> str | None:
+        if not (self.kind and self.kind.accelerator):
+            return None
+        name = self.kind.accelerator.upper().replace(" ", "")
+        return TWICE_THE_MEMORY.get((name, self.kind.memory_gib or 0.0), name)

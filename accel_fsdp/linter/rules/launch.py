@@ -2,7 +2,7 @@
 
 import re
 
-from accel_fsdp.config import BY_NAME, DEFAULT_PORT, FALSE_WORDS, LAUNCH_PLACES, MULTI_CPU, TRUE_WORDS, Edit, Engine
+from accel_fsdp.config import BY_NAME, DEFAULT_PORT, FALSE_WORDS, MULTI_CPU, PLACING, TRUE_WORDS, Edit, Engine
 from accel_fsdp.hardware import machines
 from accel_fsdp.linter.rules.engine import Cases, Each, Row
 from accel_fsdp.linter.rules.subject import Subject
@@ -169,7 +169,7 @@ ROWS = (
         "AF403", "warning", "num_machines", "{machines} machines and no main_process_ip",
         f"under accelerate launch they wait at None:{DEFAULT_PORT}",
         "main_process_ip: the address of machine 0; accel-fsdp launch takes it and the machine's number from "
-        f"{listed(LAUNCH_PLACES, 'and')}, and accel-fsdp script writes their job files", _no_address,
+        f"{listed(PLACING, 'and')}, and accel-fsdp script writes their job files", _no_address,
         seen="P46 launcher",
     ),
     Row(
