@@ -178,7 +178,7 @@ def _may_be_warm(words: list[str]) -> bool:
     """Not an export: one that has loaded transformers already asks it otherwise."""
     launches = words[:2] in (["-m", "accelerate.commands.launch"], ["-m", "torch.distributed.run"])
     ours = words[:2] == ["-m", "accel_fsdp"] and words[2:3] != ["export"]
-    return launches or ours or words[1:2] == ["accel_fsdp.launch.ranks"] or Path(words[0]).suffix == ".py"
+    return launches or ours or words[1:2] == ["accel_fsdp.ranks"] or Path(words[0]).suffix == ".py"
 
 
 def warm_python(cluster: str = "") -> dict[str, str]:

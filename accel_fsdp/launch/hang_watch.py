@@ -25,8 +25,8 @@ from accel_fsdp.errors import UserError, in_a_line
 from accel_fsdp.launch import beats, hangs, rendezvous
 from accel_fsdp.launch.beats import GONE, STOPPED, Beat, RankMessages
 from accel_fsdp.launch.hangs import Cause, LastSeen, Patience, PeerState
-from accel_fsdp.launch.ranks import flight_records, hang
 from accel_fsdp.launch_environment import LaunchEnvironment
+from accel_fsdp.ranks import flight_records, hang
 
 BEAT_SECONDS = 2.0
 RANKS_PER_SECOND = 100

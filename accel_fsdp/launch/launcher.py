@@ -16,10 +16,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from accel_fsdp import cpu
+from accel_fsdp import cpu, ranks
 from accel_fsdp.config import DDP_TYPES, DEFAULT_PORT, DISTRIBUTED_TYPES, MULTI_CPU, Engine, JobConfig, yaml_file
 from accel_fsdp.errors import UserError, require
-from accel_fsdp.launch import agreement, child_process, ranks, rendezvous, roll_call
+from accel_fsdp.launch import agreement, child_process, rendezvous, roll_call
 from accel_fsdp.launch.place import NOWHERE, Place
 from accel_fsdp.launch.store import Address
 from accel_fsdp.launch_environment import (

@@ -17,8 +17,8 @@ from accel_fsdp.launch import hangs
 from accel_fsdp.launch.beats import Beat
 from accel_fsdp.launch.hang_watch import DISK_SECONDS, Watchdog, in_time, machine_answers
 from accel_fsdp.launch.hangs import Patience
-from accel_fsdp.launch.ranks import flight_records, hang
 from accel_fsdp.library_internals import Internal, flaw
+from accel_fsdp.ranks import flight_records, hang
 
 RELIES_ON = (
     Internal("torch.distributed.distributed_c10d:_get_default_store", ""),

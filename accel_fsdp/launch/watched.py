@@ -12,7 +12,7 @@ import psutil  # noqa: F401  # here, not in a thread while the script may fork
 
 from accel_fsdp.checkpoints import completeness  # noqa: F401
 from accel_fsdp.launch import rendezvous  # noqa: F401
-from accel_fsdp.launch.ranks import hang, script  # noqa: F401
+from accel_fsdp.ranks import hang, script  # noqa: F401
 
 if TYPE_CHECKING:
     from accel_fsdp.launch.script_watch import ScriptWatch

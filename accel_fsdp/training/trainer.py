@@ -16,9 +16,9 @@ from accel_fsdp.errors import Stopped, UserError
 from accel_fsdp.exporter import companion_files
 from accel_fsdp.job import from_run
 from accel_fsdp.launch import beats
-from accel_fsdp.launch.ranks import holding as holdings
 from accel_fsdp.library_internals import TRAINER, Internal
 from accel_fsdp.models import counting
+from accel_fsdp.ranks import holding as holdings
 from accel_fsdp.training import (
     background_saves,
     disk_room,

@@ -15,7 +15,7 @@ from conftest import Finished, accel_fsdp, at_once, made_yaml
 from accel_fsdp.launch import hangs, launcher, script_watch
 from accel_fsdp.launch.beats import COMPUTES, DEBUGGED, Beat
 from accel_fsdp.launch.hangs import AFTER, Patience, PeerState
-from accel_fsdp.launch.ranks import hang
+from accel_fsdp.ranks import hang
 
 SECONDS = "6"
 BEGIN = """
