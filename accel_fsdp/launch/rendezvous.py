@@ -73,27 +73,6 @@ def wait_for(address: str, port: int, seconds: float) -> str:
         time.sleep(AGAIN_SECONDS)
 
 
-def answers(address: str, port: int) -> bool:
-    """Whether a machine accepts or refuses a connection; a machine that is off does neither."""
-    try:
-        socket.create_connection((address, port), timeout=ANSWER_SECONDS).close()
-    except OSError as error:
-        return isinstance(error, ConnectionError)
-    return True
-
-
-def own_address(towards: str) -> str:
-    """This machine's own address on the route to another one; empty if there is no route. Nothing is sent."""
-    for family, kind, number, _, place in _look_up(towards):
-        with closing(socket.socket(family, kind, number)) as probe:
-            try:
-                probe.connect(place)
-            except OSError:
-                continue
-            return str(probe.getsockname()[0])
-    return ""
-
-
 def _look_up(address: str) -> list[tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[object, ...]]]:
     return socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)  # type: ignore[return-value]
 

@@ -4,6 +4,7 @@ from . import hang as hang
 from . import holding as holding
 from . import parts as parts
 from . import script as script
+from . import stacks as stacks
 from .averaging import is_alone as is_alone
 from .collectives import Call as Call
 from .collectives import aborted as aborted

@@ -11,9 +11,6 @@ import pytest
 from conftest import Finished, made_yaml, run
 from hosts import Host
 
-from accel_fsdp.errors import UserError
-from accel_fsdp.launch import Address, roll_call
-
 pytestmark = pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing())
 PORT, SECONDS = "29431", 120
 WAIT, LONG = "12", "90"
@@ -150,22 +147,6 @@ def test_machines_that_meet(folder: Path) -> None:
         finished = Launch(folder, machines).ended(0, 1, wait=LONG)
     assert [machine.code for machine in finished] == [0, 0], finished
     assert all("a rank has started" in machine.output for machine in finished)
-
-
-@pytest.mark.slow
-def test_a_refusal_in_the_last_second_is_read() -> None:
-    """One that comes while machine 0 waits for the last answers ends all; a later one ends its sender."""
-    first, late = (roll_call.LauncherInfo(rank, 2, 2, f"n{rank}", 7) for rank in (0, 1))
-    store = Address("127.0.0.1", 0, hosts=True).open(10)
-    store.put("complete/1", True)
-    store.put(roll_call.REFUSED, ["two machines are one", "another rank"])
-    with pytest.raises(UserError, match="two machines are one"):
-        roll_call._confirm(store, first)
-    store.remove(roll_call.REFUSED)
-    roll_call._confirm(store, first)
-    with pytest.raises(UserError, match="machine 1 came late"):
-        roll_call._refuse(store, f"{late} came late".replace(" (n1)", ""))
-    assert store.get(roll_call.REFUSED) == []
 
 
 def test_a_time_that_cannot_be() -> None:
