@@ -51,6 +51,7 @@ MAY_PRINT = {
 }  # all but console speak before it can be imported
 PATCHING = {
     "cpu",
+    "launch.starting",
     "ranks.gpu_as_cpu",
     "ranks.observing",
     "ranks.raised",

@@ -29,4 +29,4 @@ def _limit_collectives(limit: timedelta) -> None:
     from torch.distributed import distributed_c10d
 
     distributed_c10d.default_pg_timeout = limit
-    distributed_c10d.default_pg_nccl_timeout = limit
+    distributed_c10d.default_pg_nccl_timeout = limit  # type: ignore[attr-defined]

@@ -1,19 +1,11 @@
 """Reads torch's flight recorder, its record of the collectives that this rank has called."""
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 NCCL_BACKENDS = ("nccl", "nccl2", "nccl-lazy")
 """The names of torch 2.15's backends for NCCL."""
-
-
-def last_collective() -> dict[str, Any]:
-    """The latest collective of this rank; empty if none was recorded."""
-    with contextlib.suppress(Exception):
-        return newest("_json", json.loads)[1]
-    return {}
 
 
 def newest(form: str, load: Callable[[bytes], Any]) -> tuple[bytes, dict[str, Any]]:

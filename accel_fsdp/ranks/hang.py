@@ -2,13 +2,11 @@
 
 import faulthandler
 import os
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from types import CodeType
 from typing import NamedTuple
 
 import psutil
@@ -27,13 +25,6 @@ machine let each of its threads run at once, in any collective, and in anything 
 BUSY = 0.2
 """The part of a core above which a process counts as computing, or as waiting for a core."""
 COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
-DEBUGGERS = ("bdb.py", "pydevd.py", "pydevd_frame.py")
-LIBRARIES = ("torch", "accelerate")
-"""Packages that call collectives for a script."""
-
-
-Instructions = tuple[tuple[CodeType, int], ...]
-"""The code and the instruction of each frame of a stack."""
 
 
 class Location(NamedTuple):
@@ -42,8 +33,6 @@ class Location(NamedTuple):
     line: str
     collective: str
     stack: str
-    caller: str = ""
-    """The innermost code that isn't torch's, Accelerate's or Python's own, as file:line in function."""
 
     def __str__(self) -> str:
         return f"waits in {self.collective} at {self.line}" if self.collective else f"is at {self.line}"
@@ -103,28 +92,13 @@ def location_of(thread: int, caller: str = "") -> Location | None:
     end = next((number for number, at in enumerate(stack) if at.code.co_filename == caller), len(stack))
     line = script.line_of([(at.code.co_filename, at.line) for at in reversed(stack)])
     shown = [at for at in stack[:end] if not script.is_of_watch(at.code.co_filename)]
-    return Location(line, _collective(stack), frames.text_of(shown), _caller(stack))
-
-
-def place_of(thread: int) -> Instructions:
-    """The current instruction of a thread of this process, to be compared with an earlier one."""
-    return tuple((frame.code, frame.instruction) for frame in frames.stack_of(thread))
-
-
-def is_debugged(place: Instructions) -> bool:
-    """Whether a debugger has stopped a thread there."""
-    return any(os.path.basename(code.co_filename) in DEBUGGERS for code, _ in place)
+    return Location(line, _collective(stack), frames.text_of(shown))
 
 
 def computed_seconds() -> float:
     """The CPU time of this process and its children, which may tokenize for it."""
     child_times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
     return time.process_time() + float(sum(child.user + child.system for child in child_times))
-
-
-def caller_of_error(error: BaseException) -> str:
-    """The innermost function in an error's traceback that isn't torch's, Accelerate's or Python's own."""
-    return _caller(_spots(error))
 
 
 def collective_of_error(error: BaseException) -> str:
@@ -134,20 +108,8 @@ def collective_of_error(error: BaseException) -> str:
 
 def _spots(error: BaseException) -> list[FrameLocation]:
     """The frames of an error's traceback, innermost first."""
-    spots = [
-        FrameLocation(frame.f_code, frame.f_lasti, line, str(frame.f_globals.get("__name__")))
-        for frame, line in traceback.walk_tb(error.__traceback__)
-    ]
+    spots = [FrameLocation(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     return spots[::-1]
-
-
-def _caller(stack: Sequence[FrameLocation]) -> str:
-    for frame in stack:
-        package = frame.module.partition(".")[0]
-        if package not in LIBRARIES and (package not in sys.stdlib_module_names or package == "__main__"):
-            path = "/".join(frame.code.co_filename.split(os.sep)[-2:])
-            return f"{path}:{frame.line} in {frame.code.co_name}"
-    return ""
 
 
 def _collective(stack: Sequence[FrameLocation]) -> str:

@@ -9,6 +9,8 @@ import pytest
 from conftest import ROOT, accel_fsdp, accelerate_launch, run
 from test_mistakes import FSDP1, FSDP2, yaml_file
 
+from accel_fsdp import ranks
+
 HERE = ROOT / "tests/rehearsal"
 BOTH = pytest.mark.parametrize("fsdp", [FSDP1, FSDP2], ids=["fsdp1", "fsdp2"])
 
