@@ -5,5 +5,3 @@ from . import place as place
 from . import rendezvous as rendezvous
 from .flags import LaunchCommand as LaunchCommand
 from .flags import PlaceFlags as PlaceFlags
-from .store import Address as Address
-from .store import JsonStore as JsonStore

@@ -297,7 +297,6 @@ ENGINES: Mapping[str, Callable[[Variables], dict[str, SourcedValue]]] = {
     "SkyPilot": _from_skypilot,
     "Kubeflow": _from_kubeflow,
     "SLURM": _from_slurm,
-    "PyTorchJob": _from_pytorchjob,
 }
 """The engines that may have started this process. SkyPilot comes first, as it may run on the others."""
 

@@ -2,7 +2,7 @@
 
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from ipaddress import ip_address
 
@@ -83,18 +83,7 @@ def addresses_of(name: str) -> list[str]:
 
 
 def check_interfaces(variables: Mapping[str, str], existing: Sequence[str]) -> None:
-    """Raises a UserError if a variable names a network interface that this machine doesn't have."""
-    for variable, name, interfaces in named_interfaces(variables, existing):
-        if not interfaces:
-            raise UserError(
-                f"{variable}={variables[variable]}: this machine has no interface {name}",
-                why=f"it has {', '.join(existing)}",
-                fix=f"unset {variable}, or name an interface that each machine has",
-            )
-
-
-def named_interfaces(variables: Mapping[str, str], existing: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
-    """Yields each name in a variable, with the existing interfaces that it stands for.
+    """Raises a UserError if a variable names a network interface that this machine doesn't have.
 
     NCCL takes all interfaces that begin with the name, unless the value begins with =. A ^ names those to leave out.
     A port may follow a name after a colon.
@@ -102,12 +91,11 @@ def named_interfaces(variables: Mapping[str, str], existing: Sequence[str]) -> I
     for variable in INTERFACES:
         value = variables.get(variable, "")
         is_prefix = variable.startswith("NCCL") and not value.startswith("=")
-        for word in value.removeprefix("=").split(","):
-            name = word.partition(":")[0]
-            if name and not value.startswith("^"):
-                matches = (
-                    interface
-                    for interface in existing
-                    if (interface.startswith(name) if is_prefix else interface == name)
+        for name in (word.partition(":")[0] for word in value.removeprefix("=").split(",")):
+            is_here = any(at.startswith(name) if is_prefix else at == name for at in existing)
+            if name and not value.startswith("^") and not is_here:
+                raise UserError(
+                    f"{variable}={value}: this machine has no interface {name}",
+                    why=f"it has {', '.join(existing)}",
+                    fix=f"unset {variable}, or name an interface that each machine has",
                 )
-                yield variable, name, list(matches)
