@@ -88,29 +88,6 @@ def may_differ() -> list[str]:
     return [_key(name) for name in re.split(r"[,\s]+", os.environ.get(MAY_DIFFER, "")) if name]
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A setting with several values, and the members that have each value."""
-
-    group: str
-    name: str
-    values: Mapping[str, Sequence[int]]
-
-
-def differences(settings: Mapping[int, Settings]) -> list[Difference]:
-    """The settings whose values differ; a group of settings is compared among the members that have it."""
-    different = []
-    for group in dict.fromkeys(group for groups in settings.values() for group in groups):
-        tables = {number: groups[group] for number, groups in settings.items() if group in groups}
-        for name in dict.fromkeys(name for table in tables.values() for name in table):
-            values: dict[str, list[int]] = {}
-            for number, table in tables.items():
-                values.setdefault(_value_text(table.get(name)), []).append(number)
-            if len(values) > 1:
-                different.append(Difference(group, name, values))
-    return different
-
-
 def _value_text(value: Any) -> str:
     """The value as text, in full: two long values may differ only at their ends."""
     if isinstance(value, float):
@@ -245,48 +222,44 @@ class Differs(UserError):
 
 
 def compare(members: Iterable[tuple[Member, Settings]]) -> None:
-    """Raises Differs, the same on all members, if their settings differ and none of them allows it."""
-    settings = {member.number: (member, own) for member, own in members}
-    allowed = {_key(name) for member, _ in settings.values() for name in member.may_differ}
-    odd = [
-        diff
-        for diff in differences({number: own for number, (_, own) in settings.items()})
-        if _key(diff.name) not in allowed and _key(diff.group) not in allowed
-    ]
-    if not odd:
-        return
-    setting_names = list(dict.fromkeys(_key(diff.name) if diff.group in NAMED else diff.group for diff in odd))
-    names = ",".join(setting_names[:SHOWN_NAMES]) + (",..." if len(setting_names) > SHOWN_NAMES else "")
-    raise Differs(
-        "the machines of this job have different settings",
-        lines=_table(odd, {number: member for number, (member, _) in settings.items()}),
-        why="the ranks would train parts of one model with different settings, and the result would look complete",
-        fix="use the same files, arguments, versions and environment on all machines; "
-        f"{MAY_DIFFER}={names} on one of them if they should differ",
-    )
+    """Raises Differs, the same on all members, if their settings differ and none of them allows it.
 
-
-def _table(odd: Iterable[Difference], members: Mapping[int, Member]) -> list[str]:
-    """A line for each value of each setting, the value of the first machine first."""
-    rows, counts = [("what", "value", "machine")], Counter[str]()
-    for diff in odd:
-        counts[diff.group] += 1
-        if counts[diff.group] > SHOWN_NAMES:
-            continue
-        members_of = [
-            sorted((members[number] for number in numbers), key=lambda member: member.machine)
-            for numbers in diff.values.values()
-        ]
-        places = [{member.place for member in members} for members in members_of]
-        by_rank = len(set().union(*places)) < sum(map(len, places))
-        name = f"{diff.group}: {diff.name}"
-        values = zip(members_of, _shortened(list(diff.values)), strict=True)
-        for holders, value in sorted(values, key=lambda pair: pair[0][0].machine):
-            rows.append((name, value, _place_names(holders, by_rank)))
-            name = ""
+    A group of settings is compared among the members that have it.
+    """
+    settings = sorted(members, key=lambda pair: pair[0].number)
+    allowed = {_key(name) for member, _ in settings for name in member.may_differ}
+    rows, names, counts = [("what", "value", "machine")], list[str](), Counter[str]()
+    for group in dict.fromkeys(group for _, own in settings for group in own):
+        tables = [(member, own[group]) for member, own in settings if group in own]
+        for name in dict.fromkeys(name for _, table in tables for name in table):
+            holders: dict[str, list[Member]] = {}
+            for member, table in tables:
+                holders.setdefault(_value_text(table.get(name)), []).append(member)
+            if len(holders) == 1 or {_key(name), _key(group)} & allowed:
+                continue
+            names.append(_key(name) if group in NAMED else group)
+            counts[group] += 1
+            rows += _rows(f"{group}: {name}", holders) if counts[group] <= SHOWN_NAMES else []
     rows += [(f"{group}: {count - SHOWN_NAMES} more", "", "") for group, count in counts.items() if count > SHOWN_NAMES]
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    return [f"{name:{widths[0]}}  {value:{widths[1]}}  {place}".rstrip() for name, value, place in rows]
+    if names:
+        shown = ",".join(list(dict.fromkeys(names))[:SHOWN_NAMES]) + (",..." if len({*names}) > SHOWN_NAMES else "")
+        widths = [max(len(row[column]) for row in rows) for column in range(2)]
+        raise Differs(
+            "the machines of this job have different settings",
+            lines=[f"{name:{widths[0]}}  {value:{widths[1]}}  {place}".rstrip() for name, value, place in rows],
+            why="the ranks would train parts of one model with different settings, and the result would look complete",
+            fix="use the same files, arguments, versions and environment on all machines; "
+            f"{MAY_DIFFER}={shown} on one of them if they should differ",
+        )
+
+
+def _rows(name: str, holders: Mapping[str, Sequence[Member]]) -> list[tuple[str, str, str]]:
+    """A row for each value of a setting, the value of the first machine first."""
+    places = [{member.place for member in members} for members in holders.values()]
+    by_rank = len(set().union(*places)) < sum(map(len, places))
+    values = zip(_shortened(list(holders)), holders.values(), strict=True)
+    rows = [(value, _place_names(members, by_rank)) for value, members in values]
+    return [(name if not number else "", *row) for number, row in enumerate(rows)]
 
 
 def _place_names(members: Sequence[Member], by_rank: bool) -> str:
