@@ -6,6 +6,7 @@ Everything else that escapes is a bug in accel-fsdp and keeps its traceback.
 import contextlib
 import difflib
 import errno
+import faulthandler
 import json
 import os
 import re
@@ -247,6 +248,7 @@ def guard(main: Callable[[], None], interrupted: Callable[[], str] = lambda: "in
         return error.exit_code
     except UserError as error:
         launch = LaunchEnvironment.now()
+        faulthandler.unregister(signal.SIGTERM)  # the message says all: a rank that waits to print it leaves no stack
         if launch.local_rank != 0:
             time.sleep(LET_RANK_ZERO_SPEAK_SECONDS)
         report_to_launcher(error)

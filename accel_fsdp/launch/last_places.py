@@ -22,17 +22,13 @@ def recorder(folder: Path) -> dict[str, str]:
     return {**RECORDED, **dict.fromkeys(RECORDS, str(folder / "collectives_of_rank_"))}
 
 
-def lines(folder: Path, ranks: range) -> list[str]:
-    """A line for each rank of this machine; empty if none of them wrote a stack."""
-    texts = {rank: _text(folder / f"rank_{rank}") for rank in ranks}
+def lines(folder: Path) -> list[str]:
+    """A line for each rank of this machine, which has opened its file at its start; empty if none wrote a stack."""
+    texts = {int(path.name[5:]): path.read_text(encoding="utf-8", errors="replace") for path in folder.glob("rank_*")}
     if not any(texts.values()):
         return []
-    shown = [f"rank {rank}: {_place(text) if text else 'wrote none'}" for rank, text in texts.items()]
-    return [f"where the ranks of this machine were; their stacks are in {folder}:", *(f"  {line}" for line in shown)]
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    shown = [f"  rank {rank}: {_place(text) if text else 'wrote none'}" for rank, text in sorted(texts.items())]
+    return [f"where the ranks of this machine were; their stacks are in {folder}:", *shown]
 
 
 def _place(text: str) -> str:

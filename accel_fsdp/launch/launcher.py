@@ -290,7 +290,7 @@ def launch(args: Any, wait_seconds: float = 600.0, hang_seconds: float | None = 
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = _show_end(f"rank {rank}", failure.exitcode)
-        is_kept = code != Stopped.exit_code and _show_places(args, folder)
+        is_kept = code != Stopped.exit_code and _show_places(folder)
         return code
     except subprocess.CalledProcessError as error:
         return _show_end("DeepSpeed's launcher", error.returncode)
@@ -325,12 +325,9 @@ def _show_end(who: str, returncode: int) -> int:
     return child_process.exit_code(returncode)
 
 
-def _show_places(args: Any, folder: Path) -> bool:
+def _show_places(folder: Path) -> bool:
     """Prints where each rank of this machine was; returns whether any has left its stack."""
-    here = args.num_processes // args.num_machines
-    first = here * int(args.place.value("machine_rank", 0))
-    lines = last_places.lines(folder, range(first, first + here))
-    if lines:
+    if lines := last_places.lines(folder):
         print("\n".join(["accel-fsdp: " + lines[0], *lines[1:]]), file=sys.stderr)
     return bool(lines)
 
