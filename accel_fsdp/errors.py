@@ -248,7 +248,8 @@ def guard(main: Callable[[], None], interrupted: Callable[[], str] = lambda: "in
         return error.exit_code
     except UserError as error:
         launch = LaunchEnvironment.now()
-        faulthandler.unregister(signal.SIGTERM)  # the message says all: a rank that waits to print it leaves no stack
+        if hasattr(faulthandler, "unregister"):  # not on Windows
+            faulthandler.unregister(signal.SIGTERM)  # a rank that waits to print its message leaves no stack
         if launch.local_rank != 0:
             time.sleep(LET_RANK_ZERO_SPEAK_SECONDS)
         report_to_launcher(error)

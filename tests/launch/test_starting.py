@@ -12,7 +12,7 @@ from conftest import Finished, accel_fsdp, at_once, made_yaml
 
 from accel_fsdp.launch import launcher
 
-SECONDS = "6"
+SECONDS = "15"
 BEGIN = """
 import hashlib, os, sys, time
 from accel_fsdp import cpu
