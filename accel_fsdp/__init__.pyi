@@ -8,5 +8,6 @@ from .api import plan as plan
 from .api import to_yaml as to_yaml
 from .errors import UserError as UserError
 from .training import Checkpoints as Checkpoints
+from .training import HangTimeout as HangTimeout
 
 __version__: str

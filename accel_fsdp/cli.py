@@ -225,7 +225,7 @@ def _launch(options: Any, script_args: tuple[str, ...]) -> int:
     if options.hang_timeout is not None and not 0 <= options.hang_timeout < math.inf:
         raise UsageError(
             f"--hang-timeout {options.hang_timeout}",
-            why="it is how many seconds ranks may do nothing while others wait for them; 0 turns the limit off",
+            why="it is how many seconds a step, or the wait for other ranks, may take; 0 sets no limit",
             fix="accel-fsdp launch --hang-timeout SECONDS FILE SCRIPT",
         )
     job, document = read_config(options.file)
@@ -247,13 +247,17 @@ def _launch(options: Any, script_args: tuple[str, ...]) -> int:
         return rehearsal.measured(read[0], started, rehearsal.scaled.expert_parallel_size(script_args))
     if not options.dry_run:
         return launcher.launch(args, options.timeout, options.hang_timeout)
+    if is_installed("transformers") and script_args and linter.read_launch(options.script, ()).uses_sft:
+        from accel_fsdp.training import arguments
+
+        arguments.refuse_wrong(script_args)
     if here.engine:
         console.put(f"# {here.engine}: {here}")
+    console.put(shlex.join(["accelerate", "launch", *words]), lines=True)
     if parses:
         for name, value in sorted(launcher.environment(args).items()):
             console.put(f"{name}={shlex.quote(value)}", lines=True)
-    console.put(shlex.join(["accelerate", "launch", *words]), lines=True)
-    if not parses:
+    else:
         library = NotInstalled.of("accelerate", "Accelerate's parser was skipped, since it")
         unknown = "the environment of the ranks is unknown too"
         console.say(f"note: {library.what}; {unknown}: {library.fix}", style="yellow", wrap=True)

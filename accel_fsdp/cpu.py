@@ -225,7 +225,8 @@ def choose_gloo() -> None:
     def gloo_on_cpu(
         self: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
     ) -> tuple[str, DistributedType]:
-        init_process_group(timeout_seconds=1800)  # Trainer's and torch's default; we may have set another one before
+        seconds = LaunchEnvironment.now().hang_timeout or 1800  # Trainer's and torch's default
+        init_process_group(timeout_seconds=seconds)  # unless we have set another one before
         return "gloo", DistributedType.MULTI_GPU
 
     PartialState._prepare_backend = gloo_on_cpu

@@ -6,6 +6,7 @@ Everything else that escapes is a bug in accel-fsdp and keeps its traceback.
 import contextlib
 import difflib
 import errno
+import faulthandler
 import json
 import os
 import re
@@ -14,11 +15,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from accel_fsdp.launch_environment import FAILURE_FILE, LaunchEnvironment
+from accel_fsdp.launch_environment import LaunchEnvironment
 
 LET_RANK_ZERO_SPEAK_SECONDS = 3.0
-_failure_file = ""
-"""The file by which `accel-fsdp launch` learns that this rank has failed; empty in a process that isn't its rank."""
 LONGEST_SHOWN = 80
 """Letters that are shown of a name that is too long for a file."""
 UNPRINTABLE = re.compile(
@@ -240,8 +239,6 @@ def guard(main: Callable[[], None], interrupted: Callable[[], str] = lambda: "in
     Ranks usually fail for the same reason, so the other ranks of a node wait for rank 0's message: the launcher ends
     them once rank 0 has failed. A rank that is still alive afterwards failed for a different reason and prints it.
     """
-    global _failure_file
-    _failure_file = os.environ.pop(FAILURE_FILE, "")  # child processes aren't ranks
     try:
         main()
     except Stopped as error:
@@ -251,6 +248,8 @@ def guard(main: Callable[[], None], interrupted: Callable[[], str] = lambda: "in
         return error.exit_code
     except UserError as error:
         launch = LaunchEnvironment.now()
+        if hasattr(faulthandler, "unregister"):  # not on Windows
+            faulthandler.unregister(signal.SIGTERM)  # a rank that waits to print its message leaves no stack
         if launch.local_rank != 0:
             time.sleep(LET_RANK_ZERO_SPEAK_SECONDS)
         report_to_launcher(error)
@@ -333,12 +332,8 @@ def _forget_stdout() -> None:
 def report_to_launcher(error: UserError) -> None:
     """Writes the message to the error file of torch's launcher, which then ends its failure report with it.
 
-    Otherwise that report is 40 lines that refer to a page about tracebacks. `accel-fsdp launch` learns from its own
-    file that a rank has failed.
+    Otherwise that report is 40 lines that refer to a page about tracebacks.
     """
-    if note := _failure_file or LaunchEnvironment.now().failure_file:
-        with contextlib.suppress(OSError), open(note, "w", encoding="utf-8"):
-            pass
     if path := LaunchEnvironment.now().error_file:
         extra = {"py_callstack": str(error), "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError):

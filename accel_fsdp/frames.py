@@ -19,12 +19,10 @@ _looking = threading.Lock()
 
 
 class FrameLocation(NamedTuple):
-    """One frame of a stack: the code, the instruction in it, the line, and the name of its module."""
+    """One frame of a stack: the code, and the line in it."""
 
     code: CodeType
-    instruction: int
     line: int | None
-    module: str
 
 
 @contextmanager
@@ -40,9 +38,7 @@ def stack_of(thread: int) -> list[FrameLocation]:
     try:
         frame, stack = sys._current_frames().get(thread), list[FrameLocation]()
         while frame:
-            stack.append(
-                FrameLocation(frame.f_code, frame.f_lasti, frame.f_lineno, str(frame.f_globals.get("__name__")))
-            )
+            stack.append(FrameLocation(frame.f_code, frame.f_lineno))
             frame = frame.f_back
         return stack
     finally:

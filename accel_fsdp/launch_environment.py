@@ -8,9 +8,10 @@ from typing import Generic, TypeVar
 
 EXPORTED = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "ACCEL_FSDP_MESH")
 """Beginnings of the variables through which Accelerate passes the YAML to the ranks."""
-FAILURE_FILE = "ACCEL_FSDP_FAILURE_FILE"
-MACHINE_RANK = "ACCEL_FSDP_MACHINE_RANK"
-"""The variable in which `accel-fsdp launch` passes the machine's number, from the user or the engine, to its ranks."""
+STACKS = "ACCEL_FSDP_STACKS"
+"""The variable with the folder in which ranks leave their stacks for `accel-fsdp launch`."""
+HANG_TIMEOUT = "ACCEL_FSDP_HANG_TIMEOUT"
+"""The variable in which `accel-fsdp launch --hang-timeout` passes its seconds to the ranks."""
 USE_CPU = "ACCELERATE_USE_CPU"
 """The variable in which Accelerate passes `use_cpu` to the ranks."""
 MESH = "ACCEL_FSDP_MESH"
@@ -78,6 +79,7 @@ class LaunchEnvironment:
     local_rank = _number("LOCAL_RANK")
     world_size = _number("WORLD_SIZE", 1)
     machines = _number("GROUP_WORLD_SIZE", 1)
+    machine_rank = _number("GROUP_RANK")
     main_address = _text("MASTER_ADDR", "127.0.0.1")
     main_port = _number("MASTER_PORT")
     restarts = _number("TORCHELASTIC_RESTART_COUNT")
@@ -88,17 +90,14 @@ class LaunchEnvironment:
     """Whether the launcher holds the store at which ranks meet, so that no rank has to."""
     error_file = _text("TORCHELASTIC_ERROR_FILE")
     """The file in which torch's launcher looks for a rank's error; empty if unset."""
-    failure_file = _text(FAILURE_FILE)
-    """The file that a failing rank writes for `accel-fsdp launch`; empty if unset."""
+    stacks_folder = _text(STACKS)
+    """Where this rank leaves its stacks if it is ended; empty if unset."""
+    hang_timeout = _Variable(HANG_TIMEOUT, float, "0")
+    """Seconds after which a rank that hangs is ended; 0: never."""
 
     @property
     def local_world_size(self) -> int:
         return int(self.variables.get("LOCAL_WORLD_SIZE", self.world_size))
-
-    @property
-    def machine_rank(self) -> int:
-        """The number of this machine, from 0; torchrun's own number under other launchers."""
-        return int(self.variables.get(MACHINE_RANK, self.variables.get("GROUP_RANK", "0")))
 
     @property
     def restarts_meet_in_one_store(self) -> bool:

@@ -41,7 +41,7 @@ from proofs_models import (
 )
 
 from accel_fsdp.config import JobConfig
-from accel_fsdp.launch.ranks import RankEvent
+from accel_fsdp.ranks import RankEvent
 from accel_fsdp.rehearsal import blame, janitor, mistakes, repeated, scaled, warm
 from accel_fsdp.rehearsal.job import Outcome, Rehearsed
 

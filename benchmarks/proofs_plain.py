@@ -17,8 +17,8 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from accel_fsdp.launch.ranks import parts, ratios
-from accel_fsdp.launch.ranks.records import united
+from accel_fsdp.ranks import parts, ratios
+from accel_fsdp.ranks.records import united
 
 IGNORED = -100
 FLOOR = 1e-2

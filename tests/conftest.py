@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -37,6 +38,9 @@ OUTPUT_LETTERS = 3000
 SHARED = "WARM_SHARED"
 """The variable that names the folder of the server that workers share."""
 
+for number in {signal.SIGINT, signal.SIGHUP}:  # under `nohup … &` they are ignored, which what is started would inherit
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 gc.disable()  # until the tests are collected: a quarter of the time of all imports went into it
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -178,7 +182,7 @@ def _may_be_warm(words: list[str]) -> bool:
     """Not an export: one that has loaded transformers already asks it otherwise."""
     launches = words[:2] in (["-m", "accelerate.commands.launch"], ["-m", "torch.distributed.run"])
     ours = words[:2] == ["-m", "accel_fsdp"] and words[2:3] != ["export"]
-    return launches or ours or words[1:2] == ["accel_fsdp.launch.ranks"] or Path(words[0]).suffix == ".py"
+    return launches or ours or words[1:2] == ["accel_fsdp.ranks"] or Path(words[0]).suffix == ".py"
 
 
 def warm_python(cluster: str = "") -> dict[str, str]:

@@ -1,8 +1,7 @@
 """Runs `train/sft.py` unchanged, with a fault on one rank as HANG_STEP ends: the life that tests of hangs take.
 
-HANG says which: `skip` leaves out a collective that the others take part in, `raise` raises, `stop` sends itself
-SIGSTOP. `wait` makes the file HANG_NOTE and waits, so that a test may cut the power, and `save` does so in the save of
-that step. HANG_RANK names the rank.
+HANG says which: `kill` kills the rank, `wait` sleeps, so that a test may cut the power, and `save` does so in the save
+of that step; each makes the file HANG_NOTE before. HANG_RANK names the rank.
 """
 
 import os
@@ -12,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from transformers import TrainerCallback
 
 from accel_fsdp.training import CheckpointWriter, SftTrainer
@@ -29,15 +27,11 @@ class Fault(TrainerCallback):  # type: ignore[misc]
         if state.global_step != STEP:
             return
         is_here = os.environ["HANG_RANK"] == RANK
-        if KIND == "skip" and not is_here:
-            take_part()
-        if KIND == "raise" and is_here:
-            raise ValueError("a fault of one rank")
         if KIND == "wait" and is_here:
             wait()
-        if KIND == "stop" and is_here:
-            time.sleep(3)  # for a sign of life from here
-            os.kill(os.getpid(), signal.SIGSTOP)
+        if KIND == "kill" and is_here:
+            Path(os.environ["HANG_NOTE"]).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def wait() -> None:
@@ -55,11 +49,6 @@ def waiting_in_a_save(original: Any) -> Any:
         return original(self, *args)
 
     return hashes
-
-
-def take_part() -> None:
-    """What all ranks should do."""
-    dist.barrier()
 
 
 def with_fault(original: Any) -> Any:

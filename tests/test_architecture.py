@@ -27,14 +27,14 @@ FLOORS = [  # a room imports rooms of lower floors, which are the lines above it
     {"checkpoints", "config", "hardware"},
     {"migration", "models"},
     {"exporter", "job"},
-    {"linter", "prediction", "conversion"},
+    {"linter", "prediction", "conversion", "ranks"},
     {"launch", "wizard"},
     {"planner", "training"},
     {"rehearsal"},
     {"commands", "testing"},
 ]
 INSIDE = [  # of a room with rooms inside, these import those of the lines above
-    {"models", "prediction.memory", "linter.rules", "launch.ranks", "training.data"},
+    {"models", "prediction.memory", "linter.rules", "training.data"},
     {"models.shrink", "prediction", "linter", "launch", "training.reporting"},
     {"prediction.tracing", "launch.script", "launch.doctor", "training"},
 ]
@@ -47,16 +47,17 @@ MAY_PRINT = {
     "errors",
     "cpu",
     "launch.launcher",
-    "launch.ranks.on_cpu",
+    "ranks.on_cpu",
 }  # all but console speak before it can be imported
 PATCHING = {
     "cpu",
-    "launch.ranks.gpu_as_cpu",
-    "launch.ranks.observing",
-    "launch.ranks.raised",
-    "launch.ranks.saves",
-    "launch.ranks.watch",
-    "launch.ranks.weights",
+    "launch.starting",
+    "ranks.gpu_as_cpu",
+    "ranks.observing",
+    "ranks.raised",
+    "ranks.saves",
+    "ranks.watch",
+    "ranks.weights",
     "prediction.tracing.axes",
     "training.patches",
 }

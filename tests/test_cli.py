@@ -133,6 +133,21 @@ def test_dry_run_prints_what_would_run(tiny_model: Path, tmp_path: Path) -> None
     header = f"--model_name_or_path {tiny_model} --dataset_name train/data/fsdp_chat --output_dir runs/first"
     assert f"accelerate launch --config_file {path} {SFT} {header} --max_steps 1" in finished.output
     assert f"arguments: from the header of {path}, changed by those given" in finished.output
+    assert finished.output.index("accelerate launch") < finished.output.index("FSDP_VERSION=2")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--learning_rat", "1"], "unknown argument --learning_rat. Did you mean --learning_rate?"),
+        (["--max_steps", "many"], "argument --max_steps"),
+    ],
+)
+def test_a_dry_run_parses_the_arguments_of_our_script(words: list[str], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "fsdp.yaml"
+    path.write_text(made_yaml(model="llama-3.1-8b"))
+    finished = accel_fsdp("launch", "--dry-run", path, SFT, *words)
+    assert (finished.code, message in finished.output) == (2, True), finished.output
 
 
 BAD_RUNS: dict[str, tuple[dict[str, str], str]] = {

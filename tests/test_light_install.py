@@ -122,7 +122,7 @@ def test_a_dry_launch_shows_the_command_and_says_what_shows_the_rest(light: Any)
     finished = light("launch", "--dry-run", YAML, SFT, "--max_steps", "3")
     header, *lines = finished.output.strip().splitlines()
     assert (finished.code, header.startswith("arguments: from the header of ")) == (0, True)
-    assert lines[0] == accel_fsdp("launch", "--dry-run", YAML, SFT, "--max_steps", "3").output.strip().splitlines()[-1]
+    assert lines[0] in accel_fsdp("launch", "--dry-run", YAML, SFT, "--max_steps", "3").output.splitlines()
     assert "Accelerate's parser was skipped" in lines[1]
     assert TRAIN in " ".join(lines[1:])
 

@@ -22,32 +22,33 @@ def main() -> None:
     # Parse
     model_args, data_args, training_args = arguments.parse()
 
-    with together.Peers(training_args.ddp_timeout) as ranks:  # all ranks end if one fails or has other settings
-        ranks.compare("arguments", together.of_arguments(model_args, data_args, training_args))
-        checkpoint = resuming.chosen(training_args)
-        ranks.compare("checkpoint", together.of_checkpoint(checkpoint, training_args.save_on_each_node))
-        record = training.begin(model_args, data_args, training_args)
+    checkpoint = resuming.chosen(training_args)
+    record = training.begin(model_args, data_args, training_args)
 
-        # Data: one rank per node tokenizes on all cores, and the others read its cache
-        tokenizer = load_model.load_tokenizer(model_args, data_args.chat_template_path)
-        tokens, longest = tokenize(tokenizer, data_args, training_args)
-        history = lineage.of_run(checkpoint, model_args, data_args, training_args, tokens["train"])
-        ranks.compare("data", together.of_data(history.settings, tokens.get("test"), tokenizer))
-        record.lap("data")
+    # Data: one rank per node tokenizes on all cores, and the others read its cache
+    tokenizer = load_model.load_tokenizer(model_args, data_args.chat_template_path)
+    tokens, longest = tokenize(tokenizer, data_args, training_args)
+    history = lineage.of_run(checkpoint, model_args, data_args, training_args, tokens["train"])
+    record.lap("data")
 
-        # Model and Trainer
-        model = load_model.load_model(model_args, tokenizer)
-        ranks.compare("model", together.of_model(model, load_model.receives_weights(model_args)))
-        trainer = training.SftTrainer(
-            model=model,
-            args=training_args,
-            train_dataset=tokens["train"],
-            eval_dataset=tokens.get("test"),
-            processing_class=tokenizer,
-            data_collator=batching.collator(tokenizer, model, data_args.packing, longest),
-            history=history,
-        )
-        record.begin(trainer.report.plan())
+    # Model and Trainer; all ranks end if one has other arguments, rows or weights
+    model = load_model.load_model(model_args, tokenizer)
+    together.compare(
+        together.of_arguments(model_args, data_args, training_args),
+        together.of_checkpoint(checkpoint, training_args.save_on_each_node),
+        together.of_data(history.settings, tokens.get("test"), tokenizer),
+        together.of_model(model, load_model.receives_weights(model_args)),
+    )
+    trainer = training.SftTrainer(
+        model=model,
+        args=training_args,
+        train_dataset=tokens["train"],
+        eval_dataset=tokens.get("test"),
+        processing_class=tokenizer,
+        data_collator=batching.collator(tokenizer, model, data_args.packing, longest),
+        history=history,
+    )
+    record.begin(trainer.report.plan())
     record.lap("model")
 
     # Train

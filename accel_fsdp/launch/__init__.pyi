@@ -1,13 +1,7 @@
 from . import agreement as agreement
-from . import beats as beats
 from . import child_process as child_process
 from . import launcher as launcher
 from . import place as place
 from . import rendezvous as rendezvous
-from . import watched as watched
 from .flags import LaunchCommand as LaunchCommand
 from .flags import PlaceFlags as PlaceFlags
-from .hang_watch import Watchdog as Watchdog
-from .hangs import Patience as Patience
-from .store import Address as Address
-from .store import JsonStore as JsonStore

@@ -1,4 +1,4 @@
-"""`python .../launch/__main__.py SECONDS SCRIPT` runs a script as one rank, as Python would, watched for hangs.
+"""`python .../launch/__main__.py SCRIPT` runs a script as one rank, as Python would, which leaves stacks if it fails.
 
 Torch's launcher starts it by its path: with `-m` Python would look for this package in the current folder first.
 """
@@ -10,6 +10,6 @@ if sys.path and os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpat
     del sys.path[0]
     sys.path.append(os.path.abspath(os.path.join(__file__, *[os.pardir] * 3)))
 
-from accel_fsdp.launch import watched
+from accel_fsdp.launch import starting
 
-watched.run()
+starting.run()

@@ -1,31 +1,24 @@
 """Compares the settings that all machines of a job must share, before anything is trained.
 
-Each member (a launcher, a rank) puts its settings into the job's store. The first member compares them, and if they
-differ, all members end with the same table.
+Each member (a launcher, a rank) reads the settings of all; if they differ, all members end with the same table.
 """
 
-import contextlib
 import hashlib
 import json
 import os
 import platform
 import re
 import socket
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accel_fsdp import __version__
 from accel_fsdp.errors import UserError, one_line, versions_of
-from accel_fsdp.units import counted, first_few
-
-if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
+from accel_fsdp.units import first_few
 
 Settings = Mapping[str, Mapping[str, Any]]
 """Names and values, by the group that they belong to."""
@@ -74,7 +67,6 @@ SHOWN_NAMES = 6
 """The most names that are shown of each group: thousands of tensors may differ."""
 SHOWN_MACHINES = 4
 LONGEST_VALUE = 60
-POLL_SECONDS, LEAVE_SECONDS = 0.01, 10.0
 
 
 @dataclass(frozen=True)
@@ -84,37 +76,16 @@ class Member:
     number: int
     machine: int
     host: str = field(default_factory=socket.gethostname)
-    digest: str = ""
-    may_differ: Sequence[str] = field(
-        default_factory=lambda: [_key(name) for name in re.split(r"[,\s]+", os.environ.get(MAY_DIFFER, "")) if name]
-    )
+    may_differ: Sequence[str] = field(default_factory=lambda: may_differ())
 
     @property
     def place(self) -> str:
         return f"{self.machine} ({self.host})"
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A setting with several values, and the members that have each value."""
-
-    group: str
-    name: str
-    values: Mapping[str, Sequence[int]]
-
-
-def differences(settings: Mapping[int, Settings]) -> list[Difference]:
-    """The settings whose values differ; a group of settings is compared among the members that have it."""
-    different = []
-    for group in dict.fromkeys(group for groups in settings.values() for group in groups):
-        tables = {number: groups[group] for number, groups in settings.items() if group in groups}
-        for name in dict.fromkeys(name for table in tables.values() for name in table):
-            values: dict[str, list[int]] = {}
-            for number, table in tables.items():
-                values.setdefault(_value_text(table.get(name)), []).append(number)
-            if len(values) > 1:
-                different.append(Difference(group, name, values))
-    return different
+def may_differ() -> list[str]:
+    """The settings that a person here has allowed to differ."""
+    return [_key(name) for name in re.split(r"[,\s]+", os.environ.get(MAY_DIFFER, "")) if name]
 
 
 def _value_text(value: Any) -> str:
@@ -148,6 +119,10 @@ def is_compared(variable: str) -> bool:
 def is_own(argument: str) -> bool:
     """Whether an argument, given by its flag or name, may differ between machines."""
     return bool(OWN_ARGUMENTS.fullmatch(_key(argument)))
+
+
+def digest_of_settings(settings: Settings) -> str:
+    return digest_of(json.dumps(settings, sort_keys=True, default=str).encode())
 
 
 def of_job(variables: Mapping[str, str], script: Path, words: Sequence[str] = ()) -> Settings:
@@ -246,99 +221,45 @@ class Differs(UserError):
         return "\n".join([first, *(f"    {one_line(line)}" for line in self.lines), *lines])
 
 
-def compare(
-    store: "Store", name: str, own: Member, members: int, settings: Settings, seconds: float, wait: str = ""
-) -> None:
-    """Compares the settings of all members. Call on all of them; `name` names this comparison in the store.
+def compare(members: Iterable[tuple[Member, Settings]]) -> None:
+    """Raises Differs, the same on all members, if their settings differ and none of them allows it.
 
-    `wait` is what to type to allow more than `seconds`.
-
-    Raises:
-        Differs: the settings differ, or some members are late.
-        UserError: the store can't be reached.
+    A group of settings is compared among the members that have it.
     """
-    text = json.dumps(settings, sort_keys=True, default=str)
-    own = replace(own, digest=hashlib.sha256(text.encode()).hexdigest())
-    try:
-        if not store.check([f"{name}/settings/{own.digest}"]):
-            store.set(f"{name}/settings/{own.digest}", text)
-        store.set(f"{name}/{own.number}", json.dumps(asdict(own)))
-        if own.number == 0:
-            verdict = _judge(store, name, members, seconds, wait)
-            store.set(f"{name}/verdict", json.dumps(verdict))
-        else:
-            store.wait([f"{name}/verdict"], timedelta(seconds=seconds + LEAVE_SECONDS))
-            verdict = json.loads(store.get(f"{name}/verdict"))
-        if verdict:  # the store ends with the first process that leaves, or with its launcher
-            others = [f"{name}/heard/{number}" for number in verdict.pop("members")]
-            with contextlib.suppress(RuntimeError):
-                store.set(f"{name}/heard/{own.number}", "")
-                store.wait(others, timedelta(seconds=LEAVE_SECONDS))
-    except RuntimeError as error:  # torch's DistError is one
-        raise UserError(
-            f"machine 0 doesn't answer while the machines compare their settings: {str(error).splitlines()[0]}",
-            why="it has ended, or can't be reached any more",
-            fix="look at the log of machine 0",
-        ) from error
-    if verdict:
-        raise Differs(**verdict)
-
-
-def _judge(store: "Store", name: str, members: int, seconds: float, wait: str) -> dict[str, Any]:
-    """The error of all members, and the numbers of those who will read it; empty if the settings agree."""
-    arrived, deadline = list[Member](), time.monotonic() + seconds
-    for number in range(members):
-        while not (has_arrived := store.check([f"{name}/{number}"])) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)  # not store.wait, which prints a warning after its timeout
-        arrived += [Member(**json.loads(store.get(f"{name}/{number}")))] if has_arrived else []
-    numbers = [member.number for member in arrived]
-    if len(arrived) < members:
-        what = f"{len(arrived)} of {counted(members, 'process', 'processes')} came to compare settings"
-        why = f"the others have ended, or are {seconds:.0f} s behind machine {_place_names(arrived, by_rank=True)}"
-        fix = f"look at the logs of all machines{wait}"
-        return {"what": what, "why": why, "fix": fix, "members": numbers}
-    first = {member.digest: member.number for member in reversed(arrived)}
-    if len(first) == 1:
-        return {}
-    settings = {number: json.loads(store.get(f"{name}/settings/{digest}")) for digest, number in first.items()}
-    allowed = {key for member in arrived for key in member.may_differ}
-    odd = [diff for diff in differences(settings) if _key(diff.name) not in allowed and _key(diff.group) not in allowed]
-    if not odd:
-        return {}
-    holders = {number: [member for member in arrived if member.digest == digest] for digest, number in first.items()}
-    setting_names = list(dict.fromkeys(_key(diff.name) if diff.group in NAMED else diff.group for diff in odd))
-    names = ",".join(setting_names[:SHOWN_NAMES]) + (",..." if len(setting_names) > SHOWN_NAMES else "")
-    return {
-        "what": "the machines of this job have different settings",
-        "lines": _table(odd, holders),
-        "members": numbers,
-        "why": "the ranks would train parts of one model with different settings, and the result would look complete",
-        "fix": "use the same files, arguments, versions and environment on all machines; "
-        f"{MAY_DIFFER}={names} on one of them if they should differ",
-    }
-
-
-def _table(odd: Iterable[Difference], holders: Mapping[int, Sequence[Member]]) -> list[str]:
-    """A line for each value of each setting, the value of the first machine first."""
-    rows, counts = [("what", "value", "machine")], Counter[str]()
-    for diff in odd:
-        counts[diff.group] += 1
-        if counts[diff.group] > SHOWN_NAMES:
-            continue
-        members_of = [
-            sorted((member for number in numbers for member in holders[number]), key=lambda member: member.machine)
-            for numbers in diff.values.values()
-        ]
-        places = [{member.place for member in members} for members in members_of]
-        by_rank = len(set().union(*places)) < sum(map(len, places))
-        name = f"{diff.group}: {diff.name}"
-        values = zip(members_of, _shortened(list(diff.values)), strict=True)
-        for members, value in sorted(values, key=lambda pair: pair[0][0].machine):
-            rows.append((name, value, _place_names(members, by_rank)))
-            name = ""
+    settings = sorted(members, key=lambda pair: pair[0].number)
+    allowed = {_key(name) for member, _ in settings for name in member.may_differ}
+    rows, names, counts = [("what", "value", "machine")], list[str](), Counter[str]()
+    for group in dict.fromkeys(group for _, own in settings for group in own):
+        tables = [(member, own[group]) for member, own in settings if group in own]
+        for name in dict.fromkeys(name for _, table in tables for name in table):
+            holders: dict[str, list[Member]] = {}
+            for member, table in tables:
+                holders.setdefault(_value_text(table.get(name)), []).append(member)
+            if len(holders) == 1 or {_key(name), _key(group)} & allowed:
+                continue
+            names.append(_key(name) if group in NAMED else group)
+            counts[group] += 1
+            rows += _rows(f"{group}: {name}", holders) if counts[group] <= SHOWN_NAMES else []
     rows += [(f"{group}: {count - SHOWN_NAMES} more", "", "") for group, count in counts.items() if count > SHOWN_NAMES]
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    return [f"{name:{widths[0]}}  {value:{widths[1]}}  {place}".rstrip() for name, value, place in rows]
+    if names:
+        shown = ",".join(list(dict.fromkeys(names))[:SHOWN_NAMES]) + (",..." if len({*names}) > SHOWN_NAMES else "")
+        widths = [max(len(row[column]) for row in rows) for column in range(2)]
+        raise Differs(
+            "the machines of this job have different settings",
+            lines=[f"{name:{widths[0]}}  {value:{widths[1]}}  {place}".rstrip() for name, value, place in rows],
+            why="the ranks would train parts of one model with different settings, and the result would look complete",
+            fix="use the same files, arguments, versions and environment on all machines; "
+            f"{MAY_DIFFER}={shown} on one of them if they should differ",
+        )
+
+
+def _rows(name: str, holders: Mapping[str, Sequence[Member]]) -> list[tuple[str, str, str]]:
+    """A row for each value of a setting, the value of the first machine first."""
+    places = [{member.place for member in members} for members in holders.values()]
+    by_rank = len(set().union(*places)) < sum(map(len, places))
+    values = zip(_shortened(list(holders)), holders.values(), strict=True)
+    rows = [(value, _place_names(members, by_rank)) for value, members in values]
+    return [(name if not number else "", *row) for number, row in enumerate(rows)]
 
 
 def _place_names(members: Sequence[Member], by_rank: bool) -> str:

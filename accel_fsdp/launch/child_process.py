@@ -5,14 +5,21 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
+from accel_fsdp import console
+
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 """Signals that torchrun forwards to the ranks, and SLURM's warning, which would otherwise end the launcher alone."""
 
 
 def forwarded() -> list[str]:
-    """The names of the signals to forward; without SIGHUP under nohup, which ignores it."""
-    under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [name for name in SIGNALS if name != "SIGHUP" or not under_nohup]
+    """The names of the signals to forward, without those that this process was told to ignore, as by nohup or `&`."""
+    return [name for name in SIGNALS if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN]
+
+
+def say_ignored() -> None:
+    """Says that a job of the background can't be ended with SIGINT; nohup's SIGHUP is ignored as asked."""
+    if "SIGINT" not in forwarded():
+        console.say("accel-fsdp: SIGINT is ignored, as in the background of a shell; kill -TERM ends the job")
 
 
 def run(command: Sequence[str], variables: Mapping[str, str]) -> int:

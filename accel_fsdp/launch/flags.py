@@ -37,10 +37,10 @@ class LaunchCommand(PlaceFlags):
     hang_timeout: Annotated[
         Optional[float],
         arg(
-            "End a job whose ranks have all been inactive for this long while some of them wait in a collective, "
-            "and report where each one is; 0: never.",
+            "How long a rank may wait for others in a collective, and a step of train/sft.py may take; then the job "
+            "ends, and the last lines say where the ranks were. 0: as the script says.",
             "SECONDS",
-            default="0.9 of the collectives' own timeout",
+            default="as the script says",
         ),
     ] = None
     no_check: Annotated[bool, arg("Launch even if the linter finds errors; they are still shown.")] = False

@@ -1,11 +1,11 @@
 """Starts a job through Accelerate's launcher, and reports failures with what the user can do."""
 
-import contextlib
 import copy
 import logging
 import os
 import platform
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,16 +16,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from accel_fsdp import cpu
-from accel_fsdp.config import DDP_TYPES, DEFAULT_PORT, DISTRIBUTED_TYPES, MULTI_CPU, Engine, JobConfig, yaml_file
-from accel_fsdp.errors import UserError, require
-from accel_fsdp.launch import agreement, child_process, ranks, rendezvous, roll_call
+from accel_fsdp import cpu, ranks
+from accel_fsdp.config import DEFAULT_PORT, DISTRIBUTED_TYPES, MULTI_CPU, Engine, JobConfig, yaml_file
+from accel_fsdp.errors import Stopped, UserError, require
+from accel_fsdp.launch import agreement, child_process, last_places, meeting, rendezvous
 from accel_fsdp.launch.place import NOWHERE, Place
-from accel_fsdp.launch.store import Address
 from accel_fsdp.launch_environment import (
     ALLOCATOR_VARIABLES,
     EXPANDABLE_SEGMENTS,
-    MACHINE_RANK,
+    HANG_TIMEOUT,
+    STACKS,
     USE_CPU,
     LaunchEnvironment,
 )
@@ -40,14 +40,8 @@ TORCHRUNS = frozenset({"MASTER_ADDR", "MASTER_PORT"})
 ON_CPU = str(Path(ranks.__file__).with_name("__main__.py"))
 """The program that prepares CPU processes for sharding and then runs the script; it goes before the script's path."""
 
-WATCHED = str(Path(__file__).with_name("__main__.py"))
-"""The program that runs a script, as Python would, under the hang watch; it goes before the script's path."""
-
-BY_COLLECTIVES = "auto"
-"""Stands for the timeout of collectives. Not an empty word: Accelerate fails on an empty first argument of a script."""
-
-TORCHRUN_TYPES = (DISTRIBUTED_TYPES[Engine.FSDP2], DISTRIBUTED_TYPES[Engine.DEEPSPEED], *DDP_TYPES)
-"""Values of `distributed_type` for which Accelerate calls torchrun, for MULTI_CPU with a flag."""
+LEAVES_STACKS = str(Path(__file__).with_name("__main__.py"))
+"""The program that runs a script, as Python would, and leaves stacks if it fails; it goes before the script's path."""
 
 BY_TORCHRUN = "--multi_gpu"
 """The flag with which Accelerate calls torchrun also for MULTI_CPU."""
@@ -57,9 +51,6 @@ MPI_STARTERS = ("mpirun", "mpiexec")
 
 MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 """Variables in which Accelerate finds the number of ranks that mpirun has started."""
-
-C10D = "c10d"
-"""torchrun's rendezvous in which machines may join in any order."""
 
 MAKES_GLOO_A_DEVICE = re.compile(
     r"^\s*(import\b[^#\n]*\s|from\s+)accel_fsdp\.(cpu|training)\b"
@@ -130,25 +121,20 @@ def _needs_torchrun(place: Place, values: Mapping[str, Any]) -> bool:
 def _place_flags(place: Place, values: Mapping[str, Any]) -> list[str]:
     """The flags for this machine's place that the YAML leaves open.
 
-    Several machines use c10d's rendezvous: it waits for late machines, and the first publishes rank 0's address.
-
     Raises:
         UserError: DeepSpeed would start the other machines' ranks, which an engine does already.
     """
     words = [word for name, value in place.beside(values).items() for word in (f"--{name}", str(value))]
     section = values.get("deepspeed_config")
     launcher = section.get("deepspeed_multinode_launcher", "pdsh") if isinstance(section, Mapping) else "pdsh"
-    if place.machines == 1 or values.get("distributed_type") not in TORCHRUN_TYPES:
-        return words
-    if values.get("distributed_type") == DISTRIBUTED_TYPES[Engine.DEEPSPEED] and launcher != "standard":
-        if place.engine:
-            raise UserError(
-                f"{place.engine} starts this command on each machine, and DeepSpeed's {launcher} would do so again",
-                why="every rank would be started several times",
-                fix="deepspeed_multinode_launcher: standard, in the YAML's deepspeed_config",
-            )
-        return words
-    return [*words, "--rdzv_backend", C10D, "--rdzv_conf", f"is_host={int(place.value('machine_rank', 0) == 0)}"]
+    is_deepspeed = values.get("distributed_type") == DISTRIBUTED_TYPES[Engine.DEEPSPEED]
+    if place.machines > 1 and place.engine and is_deepspeed and launcher != "standard":
+        raise UserError(
+            f"{place.engine} starts this command on each machine, and DeepSpeed's {launcher} would do so again",
+            why="every rank would be started several times",
+            fix="deepspeed_multinode_launcher: standard, in the YAML's deepspeed_config",
+        )
+    return words
 
 
 def _refusal(config_file: Path, error: Exception) -> UserError:
@@ -246,28 +232,29 @@ def _refuse_unsharded(args: Any) -> None:
     )
 
 
-def _check_ranks(args: Any) -> str:
-    """Checks that this machine's ranks can start and shard; returns the rendezvous address, empty for one machine."""
-    is_one_of_several = distributed(args) and args.place.machines > 1
-    address = str(args.place.value("main_process_ip", "")) if is_one_of_several else ""
-    if address:
-        port = int(args.place.value("main_process_port", DEFAULT_PORT))
+def _check_ranks(args: Any) -> None:
+    """Checks that this machine's ranks can start and shard."""
+    if _address(args):
         rendezvous.check_interfaces(os.environ, [name for _, name in socket.if_nameindex()])
-        rendezvous.check_place(address, port, int(args.place.value("machine_rank", 0)))
     if distributed(args) or args.starts_directly:
         with warnings.catch_warnings():  # the launcher repeats them
             warnings.simplefilter("ignore")
             environment(copy.copy(args))
     if distributed(args):
         _refuse_unsharded(args)
-    return address
+
+
+def _address(args: Any) -> str:
+    """Where torchrun's launchers on several machines find machine 0; empty for one machine."""
+    is_one_of_several = args.place.machines > 1 and _has_torchruns_ranks(args)
+    return str(args.place.value("main_process_ip", "")) if is_one_of_several else ""
 
 
 def launch(args: Any, wait_seconds: float = 600.0, hang_seconds: float | None = None) -> int:
     """Runs the job and returns its exit code. The ranks report what went wrong; the launcher's traceback is dropped.
 
-    Machines wait for each other for `wait_seconds` before any rank starts. A job that hangs ends after `hang_seconds`,
-    by default before torch would end it; 0: never.
+    Machines wait for each other for `wait_seconds` before any rank starts. `hang_seconds`: how long ranks wait in a
+    collective, and a step of Trainer may take; None or 0: as the script says.
 
     Raises:
         UserError: the launcher stops at a value before any rank starts, or the machines can't connect.
@@ -276,36 +263,35 @@ def launch(args: Any, wait_seconds: float = 600.0, hang_seconds: float | None = 
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
-
-    from accel_fsdp.launch import leaving  # it needs psutil, which the light installation lacks
 
     if args.on_cpus:
         os.environ[USE_CPU] = "true"
     os.environ.update(allocator_variables(args))
-    address = _check_ranks(args)
+    _check_ranks(args)
+    child_process.say_ignored()
+    os.environ[HANG_TIMEOUT] = str(hang_seconds or 0)
     if args.starts_directly:
         return _start(args)
     parsed = launch_command_parser().parse_args(args.launcher_words)  # a new object, because validation changes it
     parsed.main_process_port = args.main_process_port
     parsed.signals_to_handle = ",".join(child_process.forwarded())
-    if hang_seconds != 0 and _has_torchruns_ranks(args):
-        seconds = BY_COLLECTIVES if hang_seconds is None else str(hang_seconds)
-        words = [seconds, parsed.training_script, *parsed.training_script_args]
-        parsed.training_script, parsed.training_script_args = WATCHED, words
-    if address:
-        parsed.local_addr = rendezvous.own_address(address) or None  # otherwise others resolve the host name
-    if address and parsed.rdzv_backend == C10D:
-        _connect_machines(args, address, wait_seconds)
-    logging.disable(logging.ERROR)  # torchrun's report of which process it ended; this process logs nothing else
+    folder, is_kept = Path(tempfile.mkdtemp(prefix="accel-fsdp-stacks-")), False
+    if _has_torchruns_ranks(args):
+        os.environ[STACKS] = str(folder)
+        os.environ.update({name: os.environ.get(name, value) for name, value in last_places.recorder(folder).items()})
+        words = [parsed.training_script, *parsed.training_script_args]
+        parsed.training_script, parsed.training_script_args = LEAVES_STACKS, words
     try:
-        with tempfile.TemporaryDirectory(prefix="accel-fsdp-", ignore_cleanup_errors=True) as folder:
-            parsed.log_dir = parsed.log_dir or folder  # otherwise torchrun leaves its own folder behind
-            with leaving.ends_after_its_ranks(Path(folder)) if address else contextlib.nullcontext():
-                launch_command(parsed)
+        _meet(args, wait_seconds)
+        logging.disable(logging.ERROR)  # torchrun's report of which process it ended; this process logs nothing else
+        with tempfile.TemporaryDirectory(prefix="accel-fsdp-", ignore_cleanup_errors=True) as logs:
+            parsed.log_dir = parsed.log_dir or logs  # otherwise torchrun leaves its own folder behind
+            launch_command(parsed)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        return _show_end(f"rank {rank}", failure.exitcode)
+        code = _show_end(f"rank {rank}", failure.exitcode)
+        is_kept = code != Stopped.exit_code and _show_places(folder)
+        return code
     except subprocess.CalledProcessError as error:
         return _show_end("DeepSpeed's launcher", error.returncode)
     except ImportError as error:  # DeepSpeed
@@ -313,12 +299,14 @@ def launch(args: Any, wait_seconds: float = 600.0, hang_seconds: float | None = 
     except SignalException as error:
         print(f"\naccel-fsdp: ended by {error.sigval.name}", file=sys.stderr)
         return 128 + int(error.sigval)
-    except (DistError, RendezvousError) as error:
-        if not address:
+    except DistError as error:
+        if not _address(args):
             raise
-        what = f"the launchers of the machines lost each other at {address}: {first_line(error)}"
-        print(f"accel-fsdp: {what}", file=sys.stderr)
+        print(f"accel-fsdp: the launchers of the machines lost each other: {first_line(error)}", file=sys.stderr)
         return 1
+    finally:
+        if not is_kept:
+            shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 
@@ -337,16 +325,28 @@ def _show_end(who: str, returncode: int) -> int:
     return child_process.exit_code(returncode)
 
 
-def _connect_machines(args: Any, address: str, seconds: float) -> None:
-    """Waits until all machines have connected, and compares their settings."""
-    place: Place = args.place
-    launcher = roll_call.LauncherInfo(int(place.value("machine_rank", 0)), place.machines, place.value("num_processes"))
+def _show_places(folder: Path) -> bool:
+    """Prints where each rank of this machine was; returns whether any has left its stack."""
+    if lines := last_places.lines(folder):
+        print("\n".join(["accel-fsdp: " + lines[0], *lines[1:]]), file=sys.stderr)
+    return bool(lines)
+
+
+def _meet(args: Any, seconds: float) -> None:
+    """Waits until all machines have come, and compares their settings."""
+    if not (address := _address(args)):
+        return
     with warnings.catch_warnings():  # the launcher repeats them
         warnings.simplefilter("ignore")
         variables = {**os.environ, **environment(copy.copy(args))}
     words = [args.training_script, *args.training_script_args]
     script, *words = words[1:] if words[0] == ON_CPU else words
     settings = agreement.of_job(variables, Path(script), words)
-    port = int(place.value("main_process_port", DEFAULT_PORT))
-    roll_call.wait_for_machines(launcher, Address(address, port, hosts=False), seconds, settings)
-    os.environ[MACHINE_RANK] = str(launcher.rank)  # torchrun numbers the machines by itself
+    place: Place = args.place
+    own = meeting.Machine(
+        int(place.value("machine_rank", 0)),
+        place.machines,
+        place.value("num_processes"),
+        agreement.digest_of_settings(settings),
+    )
+    meeting.meet(own, address, int(place.value("main_process_port", DEFAULT_PORT)), settings, seconds)

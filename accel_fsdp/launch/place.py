@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from accel_fsdp import flag_words
+from accel_fsdp import console, flag_words
 from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.units import counted
@@ -88,6 +88,10 @@ def settle(place: Place, flags: Mapping[str, Any], values: Mapping[str, Any], fi
         for name in by_flag.keys() & place.known.keys():
             _refuse_contradiction(place, name, by_flag[name], "leave out the flag")
     stated = {**place.known, **by_flag}
+    gpus, fewer = stated.get("num_processes"), in_file.get("num_processes")
+    if gpus and fewer and gpus.at_most and fewer.value < gpus.value:
+        console.say(f"note: num_processes {fewer.value} in {file} uses some of {gpus.value} GPUs ({gpus.source})")
+        stated["num_processes"] = fewer
     for name in [flag for flag in FLAGS if flag in in_file and flag in stated]:
         _compare_with_file(place, name, stated[name], in_file[name])
     settled = Place(place.engine, {name: value for name in FLAGS if (value := stated.get(name) or in_file.get(name))})

@@ -2,7 +2,7 @@
 
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from ipaddress import ip_address
 
@@ -73,27 +73,6 @@ def wait_for(address: str, port: int, seconds: float) -> str:
         time.sleep(AGAIN_SECONDS)
 
 
-def answers(address: str, port: int) -> bool:
-    """Whether a machine accepts or refuses a connection; a machine that is off does neither."""
-    try:
-        socket.create_connection((address, port), timeout=ANSWER_SECONDS).close()
-    except OSError as error:
-        return isinstance(error, ConnectionError)
-    return True
-
-
-def own_address(towards: str) -> str:
-    """This machine's own address on the route to another one; empty if there is no route. Nothing is sent."""
-    for family, kind, number, _, place in _look_up(towards):
-        with closing(socket.socket(family, kind, number)) as probe:
-            try:
-                probe.connect(place)
-            except OSError:
-                continue
-            return str(probe.getsockname()[0])
-    return ""
-
-
 def _look_up(address: str) -> list[tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[object, ...]]]:
     return socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)  # type: ignore[return-value]
 
@@ -104,18 +83,7 @@ def addresses_of(name: str) -> list[str]:
 
 
 def check_interfaces(variables: Mapping[str, str], existing: Sequence[str]) -> None:
-    """Raises a UserError if a variable names a network interface that this machine doesn't have."""
-    for variable, name, interfaces in named_interfaces(variables, existing):
-        if not interfaces:
-            raise UserError(
-                f"{variable}={variables[variable]}: this machine has no interface {name}",
-                why=f"it has {', '.join(existing)}",
-                fix=f"unset {variable}, or name an interface that each machine has",
-            )
-
-
-def named_interfaces(variables: Mapping[str, str], existing: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
-    """Yields each name in a variable, with the existing interfaces that it stands for.
+    """Raises a UserError if a variable names a network interface that this machine doesn't have.
 
     NCCL takes all interfaces that begin with the name, unless the value begins with =. A ^ names those to leave out.
     A port may follow a name after a colon.
@@ -123,12 +91,11 @@ def named_interfaces(variables: Mapping[str, str], existing: Sequence[str]) -> I
     for variable in INTERFACES:
         value = variables.get(variable, "")
         is_prefix = variable.startswith("NCCL") and not value.startswith("=")
-        for word in value.removeprefix("=").split(","):
-            name = word.partition(":")[0]
-            if name and not value.startswith("^"):
-                matches = (
-                    interface
-                    for interface in existing
-                    if (interface.startswith(name) if is_prefix else interface == name)
+        for name in (word.partition(":")[0] for word in value.removeprefix("=").split(",")):
+            is_here = any(at.startswith(name) if is_prefix else at == name for at in existing)
+            if name and not value.startswith("^") and not is_here:
+                raise UserError(
+                    f"{variable}={value}: this machine has no interface {name}",
+                    why=f"it has {', '.join(existing)}",
+                    fix=f"unset {variable}, or name an interface that each machine has",
                 )
-                yield variable, name, list(matches)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
 
-from accel_fsdp.launch.ranks import Call, RankEvent, calls_of
+from accel_fsdp.ranks import Call, RankEvent, calls_of
 from accel_fsdp.rehearsal.job import CONSEQUENCE
 from accel_fsdp.units import counted
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from accel_fsdp.config import JobConfig
 from accel_fsdp.job import Job
-from accel_fsdp.launch.ranks import Holding, RankEvent, is_alone
+from accel_fsdp.ranks import Holding, RankEvent, is_alone
 from accel_fsdp.rehearsal import absent, verdict, without_gpu
 from accel_fsdp.rehearsal.job import CONSEQUENCE, Hang, Outcome, left_alone
 from accel_fsdp.rehearsal.scaled import machines_of

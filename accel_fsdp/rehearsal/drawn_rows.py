@@ -10,7 +10,7 @@ from functools import cache
 from itertools import chain, combinations, pairwise
 from typing import Any
 
-from accel_fsdp.launch.ranks import RankEvent
+from accel_fsdp.ranks import RankEvent
 from accel_fsdp.rehearsal.absent import OF_RANK, parsed
 from accel_fsdp.rehearsal.blame import Failure, mistake
 from accel_fsdp.units import counted

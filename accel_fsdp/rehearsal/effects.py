@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from accel_fsdp.launch.ranks import RankEvent
+from accel_fsdp.ranks import RankEvent
 from accel_fsdp.rehearsal import repeated
 from accel_fsdp.rehearsal.blame import Failure, mistake
 from accel_fsdp.units import counted

@@ -1,4 +1,4 @@
-"""One launch of a rehearsal: starts its ranks under `launch.ranks`, reads their events, and ends a hang."""
+"""One launch of a rehearsal: starts its ranks under `ranks`, reads their events, and ends a hang."""
 
 import contextlib
 import dataclasses
@@ -16,17 +16,17 @@ from typing import TypeAlias
 import psutil
 import yaml
 
-from accel_fsdp import python_child
+from accel_fsdp import python_child, ranks
 from accel_fsdp.config import Engine, JobConfig
 from accel_fsdp.hardware import host
-from accel_fsdp.launch import child_process, launcher, ranks
-from accel_fsdp.launch.ranks import Holding, Location, RankEvent
+from accel_fsdp.launch import child_process, launcher
+from accel_fsdp.ranks import Holding, Location, RankEvent
 from accel_fsdp.rehearsal import warm
 from accel_fsdp.rehearsal.scaled import machines_of
 from accel_fsdp.time_limits import comes_true
 
 Process: TypeAlias = "subprocess.Popen[bytes] | BaseProcess"
-RANK = "accel_fsdp.launch.ranks"
+RANK = "accel_fsdp.ranks"
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 1.0
 ATTEMPTS = 3

@@ -6,7 +6,7 @@ from itertools import zip_longest
 from typing import Any
 
 from accel_fsdp.config import Engine
-from accel_fsdp.launch.ranks import Holding, RankEvent, holdings
+from accel_fsdp.ranks import Holding, RankEvent, holdings
 from accel_fsdp.rehearsal import absent, drawn_rows, effects, mixed_shards, repeated, replicas
 from accel_fsdp.rehearsal.blame import SCRIPT, Failure, mistake
 from accel_fsdp.rehearsal.job import CONSEQUENCE

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
-from accel_fsdp.launch.ranks import RankEvent
+from accel_fsdp.ranks import RankEvent
 from accel_fsdp.rehearsal.blame import Failure, mistake
 
 OF_GRADIENTS = "leave it out: FSDP has averaged the gradients over ranks; grad.full_tensor() of FSDP2 is a whole one"

@@ -3,10 +3,9 @@
 import os
 from collections.abc import Callable, Sequence
 
-from accel_fsdp import console
+from accel_fsdp import console, ranks
 from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UserError
-from accel_fsdp.launch import ranks
 from accel_fsdp.rehearsal import blame, drawn_rows, janitor, verdict, without_gpu
 from accel_fsdp.rehearsal.job import left_alone
 

@@ -12,8 +12,8 @@ def load() -> None:
     with contextlib.suppress(Exception):  # an installation may be broken; Accelerate and transformers look for it
         import deepspeed  # noqa: F401
     from accel_fsdp.exporter import command, verification  # noqa: F401
-    from accel_fsdp.launch.ranks import HOLD_AFTER  # noqa: F401
     from accel_fsdp.models import inspect_model  # noqa: F401
+    from accel_fsdp.ranks import HOLD_AFTER  # noqa: F401
     from accel_fsdp.training import arguments, begin, losses, together, trainer  # noqa: F401
     from accel_fsdp.training.data import batching, tokenizing  # noqa: F401
     from accel_fsdp.training.reporting import model_card, run_record  # noqa: F401

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from accel_fsdp.launch.ranks import RankEvent
+from accel_fsdp.ranks import RankEvent
 from accel_fsdp.rehearsal.blame import SCRIPT, Failure, mistake
 from accel_fsdp.units import counted, first_few
 

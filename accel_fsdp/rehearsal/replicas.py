@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from accel_fsdp.launch.ranks import RankEvent, averaging
+from accel_fsdp.ranks import RankEvent, averaging
 from accel_fsdp.rehearsal.blame import Failure, mistake
 from accel_fsdp.units import first_few
 

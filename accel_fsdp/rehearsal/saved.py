@@ -15,7 +15,7 @@ from typing import Any
 from accel_fsdp.checkpoints import discover, file_names, tensor_names
 from accel_fsdp.config import Engine, JobConfig
 from accel_fsdp.errors import UserError
-from accel_fsdp.launch.ranks import Holding, RankEvent, holding
+from accel_fsdp.ranks import Holding, RankEvent, holding
 from accel_fsdp.rehearsal.blame import SCRIPT, Failure, mistake
 from accel_fsdp.units import counted
 

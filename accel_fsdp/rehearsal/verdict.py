@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from accel_fsdp.config import Engine, JobConfig
 from accel_fsdp.job import Job, from_yaml
-from accel_fsdp.launch.ranks import HeldUnit, Holding
+from accel_fsdp.ranks import HeldUnit, Holding
 from accel_fsdp.units import counted
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from accel_fsdp.config import JobConfig, read_config
 from accel_fsdp.errors import UsageError, UserError
-from accel_fsdp.launch.ranks import Location
+from accel_fsdp.ranks import Location
 from accel_fsdp.rehearsal import Hang, environments, janitor, places, scaled
 from accel_fsdp.testing import serving
 from accel_fsdp.units import counted

@@ -22,7 +22,7 @@ from typing import Any
 
 from accel_fsdp import cpu, python_child
 from accel_fsdp.errors import UserError, in_a_line
-from accel_fsdp.launch.ranks import hang
+from accel_fsdp.ranks import hang
 
 GROUP_SECONDS = timedelta(days=1)
 """Seconds that a collective may take: the parent's limit is shorter, and its message says more."""

@@ -16,6 +16,7 @@ from .arguments import ModelArguments as ModelArguments
 from .arguments import SftArguments as SftArguments
 from .divergence import Diverged as Diverged
 from .export import exported as exported
+from .hang_timeout import HangTimeout as HangTimeout
 from .own_scripts import Checkpoints as Checkpoints
 from .preemption import SAME_KEY_SECONDS as SAME_KEY_SECONDS
 from .preemption import SIGNALS as SIGNALS

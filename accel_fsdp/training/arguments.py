@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import prod
 from pathlib import Path
@@ -124,9 +125,8 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
     )
     hang_timeout: float | None = HfArg(
         default=None,
-        help="Seconds without a finished step after which the job ends and reports where each rank waits; three "
-        "times as many before the first step and in saves, evaluations and the export. 0: never. (default: 20 "
-        "times the slowest of the last 20 steps, at least 600)",
+        help="Seconds in which each step, save and evaluation has to end; later, the rank writes its stacks and ends, "
+        "and with it the job. 0: never. (default: of accel-fsdp launch --hang-timeout, else never)",
     )
     profile_steps: str | None = HfArg(
         default=None,
@@ -197,12 +197,7 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
 def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
     parser = _Parser([ModelArguments, DataArguments, SftArguments], allow_abbrev=False)
     _require_launcher()
-    options = {option for action in parser._actions for option in action.option_strings}
-    for flag in (word.split("=")[0] for word in sys.argv[1:] if word.startswith("--")):
-        if flag not in options:
-            hint = flag_values.TRL.get(flag_words.field_name(flag))
-            guess = "" if hint else did_you_mean(flag, options)
-            raise UsageError(f"unknown argument {flag}.{guess}", why="it has no effect here", fix=hint or SEE_HELP)
+    _refuse_unknown(parser, sys.argv[1:])
     experts = _word_after(EXPERT_FLAG) or "1"
     mesh.choose(int(experts) if experts.isdecimal() else 1)
     try:
@@ -230,6 +225,24 @@ def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
     training.accelerator_config.dispatch_batches = False
     flag_values.check(model, data, training)
     return model, data, training
+
+
+def refuse_wrong(words: Sequence[str]) -> None:
+    """Raises a UsageError for an unknown flag or a wrong value among the words of a command line, started or not."""
+    parser = _Parser([ModelArguments, DataArguments, SftArguments], allow_abbrev=False)
+    _refuse_unknown(parser, words)
+    for action in parser._actions:
+        action.required = False
+    parser.parse_args(words)
+
+
+def _refuse_unknown(parser: HfArgumentParser, words: Sequence[str]) -> None:
+    options = {option for action in parser._actions for option in action.option_strings}
+    for flag in (word.split("=")[0] for word in words if word.startswith("--")):
+        if flag not in options:
+            hint = flag_values.TRL.get(flag_words.field_name(flag))
+            guess = "" if hint else did_you_mean(flag, options)
+            raise UsageError(f"unknown argument {flag}.{guess}", why="it has no effect here", fix=hint or SEE_HELP)
 
 
 def _check_adapter(model: ModelArguments) -> None:

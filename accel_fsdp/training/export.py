@@ -58,7 +58,7 @@ class Export:
         Raises:
             UserError: the host lacks memory to gather it; the files differ from the trained model, or can't be written.
         """
-        trainer, watch = self.trainer, self.trainer.watch
+        trainer = self.trainer
         writes = self.args.should_save  # rank 0, or one rank per node with --save_on_each_node
         plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
         if trainer.is_sharded or trainer.is_deepspeed_enabled:
@@ -71,13 +71,11 @@ class Export:
         if trainer.use_cache is not None:  # Trainer turned it off; the export is for inference
             trainer.model.config.use_cache = trainer.use_cache
         self.is_writing = True
-        with watch.doing("the export"):
-            tensors = self._write_here(target, card) if writes else 0
-            if not writes:
-                trainer.save_model(str(target))  # the other ranks take part in the gather
-            self.is_writing = False
-            trainer.accelerator.wait_for_everyone()
-        watch.end()
+        tensors = self._write_here(target, card) if writes else 0
+        if not writes:
+            trainer.save_model(str(target))  # the other ranks take part in the gather
+        self.is_writing = False
+        trainer.accelerator.wait_for_everyone()
         return tensors
 
     def _stream(self, target: Path, card: str) -> int:
@@ -85,19 +83,15 @@ class Export:
         checkpoint = self._kept_checkpoint()
         self._lengthen_timeouts()
         tensors = 0
-        with self.trainer.watch.doing("the export"):
-            if self.args.process_index == 0:
-                options = exporter.ExportCommand(checkpoint, target, dtype=self.dtype or None, force=True)
-                tensors = len(exporter.exported(options).tensors)
-                atomic_files.write_text(target / file_names.CARD, card)
-            self.trainer.accelerator.wait_for_everyone()
-        self.trainer.watch.end()
+        if self.args.process_index == 0:
+            options = exporter.ExportCommand(checkpoint, target, dtype=self.dtype or None, force=True)
+            tensors = len(exporter.exported(options).tensors)
+            atomic_files.write_text(target / file_names.CARD, card)
+        self.trainer.accelerator.wait_for_everyone()
         return tensors
 
     def _lengthen_timeouts(self) -> None:
-        patience = self.trainer.watch.patience
-        minimum = max(self.args.ddp_timeout, patience.collectives)
-        patience.collectives = lengthen_timeouts(self.expected.gathered_bytes, minimum)
+        lengthen_timeouts(self.expected.gathered_bytes, self.args.ddp_timeout)
 
     def _write_here(self, target: Path, card: str) -> int:
         with atomic_files.replaced_folder(target) as folder:

@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_map
 
 from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import UserError
-from accel_fsdp.launch.ranks import parts
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
+from accel_fsdp.ranks import parts
 
 RELIES_ON = (
     Internal("torch.distributed.tensor.placement_types:_StridedShard"),

@@ -12,14 +12,10 @@ from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import Stopped
 from accel_fsdp.exporter import companion_files
 from accel_fsdp.training import background_saves, loading, preemption, resuming, safe_checkpoints
-from accel_fsdp.training.hang_watch import HangWatch
 from accel_fsdp.training.preemption import Stop
 from accel_fsdp.training.reporting import History
 from accel_fsdp.training.safe_checkpoints import SafeCheckpoints
 from accel_fsdp.training.saving import CheckpointWriter
-
-UNWATCHED = 0.0
-"""The hang timeout of scripts of others: `accel-fsdp launch` watches them."""
 
 
 class Checkpoints:
@@ -56,7 +52,7 @@ class Checkpoints:
         if not isinstance(run, _OwnTrainer):
             run.__class__ = type(type(run).__name__, (_OwnTrainer, type(run)), {})
         output = Path(run.args.output_dir)
-        run.stop, run.watch = Stop(), HangWatch(UNWATCHED, output)
+        run.stop = Stop()
         run.checkpoints = CheckpointWriter(weakref.proxy(run), History({}))
         run.add_callback(run.stop)
         run.add_callback(run.checkpoints)

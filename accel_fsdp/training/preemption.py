@@ -14,6 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from accel_fsdp import console
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
+from accel_fsdp.ranks import stacks
 
 RELIES_ON = (Internal("torch.distributed.distributed_c10d:_get_default_store", ""),)
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -89,6 +90,8 @@ class Stop(TrainerCallback):  # type: ignore[misc]
         while number := os.read(reader, 1):
             if number[0] not in SIGNALS:
                 continue
+            if number[0] == signal.SIGTERM:
+                stacks.write()  # the launcher may end this rank because another one has failed
             if not self.signal:
                 self.signal, self._noted_at = number[0], time.monotonic()
                 self._announce()

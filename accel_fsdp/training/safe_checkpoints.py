@@ -7,7 +7,6 @@ from accel_fsdp.errors import Stopped
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import TRAINER, Internal
 from accel_fsdp.training import loading, mesh_checkpoints, resuming
-from accel_fsdp.training.hang_watch import HangWatch
 from accel_fsdp.training.preemption import Stop
 from accel_fsdp.training.saving import CheckpointWriter
 
@@ -49,7 +48,6 @@ class SafeCheckpoints(Base):  # type: ignore[misc]
     """
 
     stop: Stop
-    watch: HangWatch
     checkpoints: CheckpointWriter
     resumed: str | None = None
     """The checkpoint that this run resumes."""
@@ -72,8 +70,7 @@ class SafeCheckpoints(Base):  # type: ignore[misc]
         """
         self.resumed = resume_from_checkpoint
         result = super().train(resume_from_checkpoint, *args, **kwargs)
-        with self.watch.doing("a save"):
-            self.checkpoints.wait()
+        self.checkpoints.wait()
         if self.stop.agreed:
             left = self.checkpoints.upload_rest()
             raise Stopped(
@@ -100,9 +97,8 @@ class SafeCheckpoints(Base):  # type: ignore[misc]
         """Loads the best checkpoint once it is complete; not after a signal, when time is short."""
         if self.stop.agreed:
             return
-        with self.watch.doing("the end"):
-            self.checkpoints.wait()
-            loading.weights(self, self.state.best_model_checkpoint, super()._load_best_model)
+        self.checkpoints.wait()
+        loading.weights(self, self.state.best_model_checkpoint, super()._load_best_model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         load = super()._load_optimizer_and_scheduler
@@ -115,8 +111,7 @@ class SafeCheckpoints(Base):  # type: ignore[misc]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         write = super()._save_checkpoint
-        with self.watch.doing("a save"):
-            self.checkpoints.save(trial, lambda: write(model, trial))
+        self.checkpoints.save(trial, lambda: write(model, trial))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.by_transformers:

@@ -17,7 +17,7 @@ from accel_fsdp import console, disks
 from accel_fsdp.checkpoints import Origin, completeness, file_names, marker
 from accel_fsdp.config import ANY_FSDP, Engine, zero_name
 from accel_fsdp.errors import UserError
-from accel_fsdp.launch import watched
+from accel_fsdp.ranks import stacks
 from accel_fsdp.training import background_saves, disk_room
 from accel_fsdp.training.loading import cause
 from accel_fsdp.training.reporting import History
@@ -78,8 +78,6 @@ class CheckpointWriter(TrainerCallback):  # type: ignore[misc]
         """Waits until the newest checkpoint is in the store; returns what is left of it and why, on the first rank."""
         if self.uploads is None:
             return ""
-        self.trainer.watch.end()  # ranks wait for the store, for as long as --upload_timeout says
-        watched.end()
         return self.uploads.finish()
 
     def require_uploaded(self) -> None:
@@ -164,15 +162,10 @@ class CheckpointWriter(TrainerCallback):  # type: ignore[misc]
         ) from error
 
     def blame(self, error: BaseException) -> NoReturn:
-        """Raises a UserError that names the lost rank or host, if known; local rank 0 shows the stack of a failure."""
+        """Raises a UserError for a collective that failed, because a rank or a host was lost or waited too long."""
+        stacks.keep(error)
         self.complete_last()
-        failure = self.trainer.watch.culprit()
-        if failure is None:
-            self.refuse(f"a collective failed: {cause(error)}", error)
-        if failure.stack and self.args.local_process_index == 0:
-            console.say(f"{failure.what}\n{failure.stack.rstrip()}", lines=True)
-        has_raised = failure.stack or failure.fix
-        self.refuse(failure.what if has_raised else f"a collective failed: {failure.what}", error, failure.fix)
+        self.refuse(f"a collective failed: {cause(error)}", error, "find the rank that failed first, on any machine")
 
     @contextlib.contextmanager
     def _abandon_on_errors(self, folder: Path) -> Iterator[None]:

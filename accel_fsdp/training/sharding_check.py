@@ -7,8 +7,8 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from accel_fsdp import console
 from accel_fsdp.config import Engine
 from accel_fsdp.errors import UserError
-from accel_fsdp.launch.ranks import Holding, measure
 from accel_fsdp.launch_environment import LaunchEnvironment
+from accel_fsdp.ranks import Holding, measure
 from accel_fsdp.units import millions
 
 if TYPE_CHECKING:

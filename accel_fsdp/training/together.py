@@ -1,9 +1,5 @@
-"""Before training: the ranks compare their settings and what they loaded.
+"""Before training: the ranks compare their settings and what they loaded, which cause no error where they differ."""
 
-Data or weights that differ between machines cause no error in training.
-"""
-
-import itertools
 import json
 import os
 import sys
@@ -17,16 +13,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from accel_fsdp.checkpoints import file_names
-from accel_fsdp.launch import agreement, beats
+from accel_fsdp.launch import agreement
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.training.reporting import lineage
 
 if TYPE_CHECKING:
     from torch import nn
 
-PREFIX = "accel_fsdp/together"
-_jobs = itertools.count()
-"""A number for each job of this process: they may share a store."""
 PATHS = frozenset({"model_name_or_path", "dataset_name", "chat_template_path", "resume_from_checkpoint"})
 """Arguments of which only the last part of the path is compared: machines may store the same thing elsewhere."""
 OF_CONFIG = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
@@ -35,34 +28,22 @@ SAMPLED, BLOCKS = 1024, 16
 """The number of elements that are compared of each tensor, in this many evenly spaced blocks, the last at its end."""
 
 
-class Peers:
-    """The ranks of this job before training. Use it around the loading: `with together.Peers(seconds) as ranks`."""
-
-    def __init__(self, seconds: float) -> None:
-        """`seconds`: how much longer than the others a rank may take to load."""
-        launch = LaunchEnvironment.now()
-        self.seconds = seconds
-        self.own = agreement.Member(launch.rank, launch.machine_rank)
-        self.several = dist.is_initialized() and dist.get_world_size() > 1
-        self._prefix = f"{PREFIX}/{launch.restarts}/{next(_jobs)}"  # torchrun keeps the store when it restarts ranks
-
-    def __enter__(self) -> "Peers":
-        if self.several:
-            self.store = beats.store_of_job(self._prefix)
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            self.compare("ready", {})  # wait for all: another rank may still fail
-
-    def compare(self, name: str, settings: agreement.Settings) -> None:
-        """Raises a UserError if the settings of the ranks differ. Call on all of them."""
-        if self.several:
-            wait = "; --ddp_timeout SECONDS waits longer"
-            agreement.compare(self.store, name, self.own, dist.get_world_size(), settings, self.seconds, wait)
+def compare(*parts: agreement.Settings) -> None:
+    """Raises a UserError, the same on all ranks, if their settings differ. Call on all ranks, before training."""
+    if not dist.is_initialized() or dist.get_world_size() < 2:
+        return
+    launch, settings = LaunchEnvironment.now(), {group: values for part in parts for group, values in part.items()}
+    digests = {group: agreement.digest_of_settings({group: values}) for group, values in settings.items()}
+    seen = {pair for own in _gathered(digests) for pair in own.items()}
+    if len(seen) > len({group for group, _ in seen}):
+        agreement.compare(_gathered((agreement.Member(launch.rank, launch.machine_rank), settings)))
 
 
-# The compared settings
+def _gathered(own: Any) -> list[Any]:
+    """The values of all ranks."""
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    return of_ranks
 
 
 def of_arguments(model: Any, data: Any, training: Any) -> agreement.Settings:

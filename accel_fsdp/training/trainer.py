@@ -15,10 +15,9 @@ from accel_fsdp.checkpoints import clean_name, file_names
 from accel_fsdp.errors import Stopped, UserError
 from accel_fsdp.exporter import companion_files
 from accel_fsdp.job import from_run
-from accel_fsdp.launch import beats
-from accel_fsdp.launch.ranks import holding as holdings
 from accel_fsdp.library_internals import TRAINER, Internal
 from accel_fsdp.models import counting
+from accel_fsdp.ranks import holding as holdings
 from accel_fsdp.training import (
     background_saves,
     disk_room,
@@ -38,7 +37,7 @@ from accel_fsdp.training import (
 from accel_fsdp.training.arguments import SEE_HELP
 from accel_fsdp.training.data import batching
 from accel_fsdp.training.divergence import FiniteCheck
-from accel_fsdp.training.hang_watch import HangWatch
+from accel_fsdp.training.hang_timeout import HangTimeout
 from accel_fsdp.training.losses import Losses
 from accel_fsdp.training.preemption import Stop
 from accel_fsdp.training.reporting import History, profiling, progress
@@ -77,7 +76,7 @@ def check_libraries() -> None:
     """
     modules = (
         *(background_saves, load_model, loading, preemption, safe_checkpoints),
-        *(beats, export, holdings, profiling),
+        *(export, holdings, profiling),
     )
     used = (*RELIES_ON, *(internal for module in modules for internal in module.RELIES_ON))
     library_internals.check(*used, why="losses, checkpoints and the sharding check depend on it")
@@ -124,7 +123,7 @@ class SftTrainer(SafeCheckpoints, Trainer):  # type: ignore[misc]
             ) from error
         run = weakref.proxy(self)  # a cycle of references would keep the folder's lock after the trainer failed
         self.finite, self.losses = FiniteCheck(run), Losses(run)
-        self.stop, self.watch = Stop(), HangWatch(training.hang_timeout, output, training.ddp_timeout)
+        self.stop, self.hang_timeout = Stop(), HangTimeout(training.hang_timeout)
         self.checkpoints = CheckpointWriter(run, history or History({}))
         packed = getattr(self.data_collator, "packed", False)
         job = from_run.job_of(model, self.args, self.accelerator, packed)
@@ -134,12 +133,12 @@ class SftTrainer(SafeCheckpoints, Trainer):  # type: ignore[misc]
 
     def _add_callbacks(self) -> None:
         self.add_callback(self.stop)
-        self.add_callback(self.watch)
+        self.add_callback(self.hang_timeout)
         self.add_callback(self.checkpoints)
         self.add_callback(self.finite)
         self.report.replace_printers(self)
         if self.args.profile_steps:
-            self.add_callback(profiling.StepProfiler(self.args, self.watch.doing, self.report.tally))
+            self.add_callback(profiling.StepProfiler(self.args, self.report.tally))
         if self.args.early_stopping_patience is not None:
             self.add_callback(EarlyStoppingCallback(self.args.early_stopping_patience))
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
@@ -170,26 +169,23 @@ class SftTrainer(SafeCheckpoints, Trainer):  # type: ignore[misc]
             grouping = str(self.args.train_sampling_strategy) in GROUPING
             origin, skips_data = self.checkpoints.origin(), not self.args.ignore_data_skip
             resuming.check(Path(resume_from_checkpoint), origin, grouping, skips_data)
-        self.watch.begin()
         try:
             disk_room.check_shared(self, resume_from_checkpoint)
             with self.report.explains_out_of_memory():
                 result = super().train(resume_from_checkpoint, **kwargs)
             self.finite.check_weights()
-            self.watch.trained()
             return result
         except Stopped:
             self.stop.ignore()
-            self.watch.end()
             raise
         except BaseException as error:
             if self.args.local_process_index != 0:
                 self.stop.give_in()
             if isinstance(error, (RuntimeError, CheckpointException)) and saving.is_lost(error):
                 self.checkpoints.blame(error)
-            self.watch.report(error)
             raise
         finally:
+            self.hang_timeout.on_train_end()
             self.checkpoints.complete_last()
             self.stop.release()
 
@@ -254,12 +250,6 @@ class SftTrainer(SafeCheckpoints, Trainer):  # type: ignore[misc]
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Yields each held-out row once."""
         return batching.even_out(super().get_eval_dataloader(eval_dataset), keep_last=True)
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluates as `Trainer` does, with the timeout of an evaluation."""
-        with self.watch.doing("an evaluation"):
-            metrics: dict[str, float] = super().evaluate(*args, **kwargs)
-            return metrics
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """The mean loss over the held-out tokens of all ranks: without smoothing, router loss or repeated rows.

@@ -1,4 +1,4 @@
-"""A machine of two is switched off or unreachable: the other one says so and ends, and the job comes back."""
+"""A rank of two machines sleeps or is killed, or a machine is switched off: the job ends on all, and comes back."""
 
 import re
 import subprocess
@@ -20,8 +20,7 @@ HANGING = ROOT / "tests" / "hanging.py"
 STEPS, SAVED, PER_RANK, RANKS = 6, 2, 2, 4
 FAULT_AFTER = 3
 STARTED_SECONDS, ENDED_SECONDS = 90, 60
-SILENCE_SECONDS = 15
-OFF = "switched off or unreachable"
+HANG_SECONDS = 15
 ELASTIC = {
     "PET_NNODES": "1:2",
     "PET_NPROC_PER_NODE": "2",
@@ -55,10 +54,9 @@ class Job:
         place = {"num_processes": "4", "num_machines": "2", "main_process_ip": "n1"}
         self.yaml.write_text(made_yaml(model=str(model), mixed_precision="no", fsdp_version="2", **place))
         self.words = job_words(model, data, self.run, STEPS, PER_RANK, save_steps=SAVED)
-        self.words += ["--hang_timeout", str(SILENCE_SECONDS)]
 
     def start(self, script: Path, *words: str, **environment: str) -> "list[subprocess.Popen[str]]":
-        launch = ["-m", "accel_fsdp", "launch"]
+        launch = ["-m", "accel_fsdp", "launch", "--hang-timeout", str(HANG_SECONDS)]
         return [
             host.start([*launch, "--machine-rank", str(rank), self.yaml, script, *self.words, *words], **environment)
             for rank, host in enumerate(self.machines)
@@ -66,8 +64,8 @@ class Job:
 
     def start_elastic(self, script: Path, *words: str, **environment: str) -> "list[subprocess.Popen[str]]":
         """As the hint for an elastic Kubeflow job says."""
-        more = ["--accelerate_config", self.yaml, "--resume_from_checkpoint", "auto"]
-        torchrun = ["-m", "torch.distributed.run", script, *self.words, *words, *more]
+        more = ["--accelerate_config", self.yaml, "--resume_from_checkpoint", "auto", "--hang_timeout", HANG_SECONDS]
+        torchrun = ["-m", "torch.distributed.run", script, *self.words, *words, *map(str, more)]
         return [host.start(torchrun, **ELASTIC, **environment) for host in self.machines]
 
     def start_until(self, kind: str, rank: int, step: int, elastic: bool = False) -> "list[subprocess.Popen[str]]":
@@ -78,9 +76,8 @@ class Job:
         until = time.monotonic() + STARTED_SECONDS
         while not note.exists():
             assert time.monotonic() < until, [process.output for process in hosts.all_ended(started, 0.1)]
-            assert all(process.poll() is None for process in started), [
-                process.output for process in hosts.all_ended(started, 30)
-            ]
+            if any(process.poll() is not None for process in started):
+                pytest.fail(str([process.output for process in hosts.all_ended(started, 30)]))
             time.sleep(0.1)
         return started
 
@@ -99,19 +96,37 @@ def job(tmp_path: Path, tiny_model: Path, text_data: Path, machines: list[hosts.
     return Job(tmp_path, tiny_model, text_data, machines)
 
 
-def assert_says(ended: Finished, message: str) -> None:
+def says_where(ended: Finished, *ranks: int) -> None:
+    """The job has failed, and the last lines name the place of each rank of the machine."""
     assert ended.code == 1, ended.output
-    assert re.search(rf"error: (a collective failed: )?{message}", ended.output), ended.output
-    assert f"checkpoint-{SAVED} is the newest complete checkpoint" in ended.output
+    said = ended.output[ended.output.index("where the ranks of this machine were") :]
+    for rank in ranks:
+        assert re.search(rf"^  rank {rank}: (\w+, )?/\S+\.py:\d+ in \w+$", said, re.MULTILINE), ended.output
+
+
+def test_a_rank_that_sleeps_ends_the_job_on_all_machines(job: Job) -> None:
+    first, second = hosts.all_ended(job.start_until("wait", rank=3, step=FAULT_AFTER), ENDED_SECONDS)
+    says_where(first, 0, 1)
+    says_where(second, 2, 3)
+    assert re.search(r"  rank 3: \S+/hanging\.py:\d+ in wait$", second.output, re.MULTILINE), second.output
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_job_on_all_machines(job: Job) -> None:
+    first, second = hosts.all_ended(job.start_until("kill", rank=3, step=FAULT_AFTER), ENDED_SECONDS)
+    says_where(first, 0, 1)
+    assert "accel-fsdp: rank 3 ended with exit code " in second.output  # of SIGKILL, or of the stub of a warm start
+    assert "  rank 3: wrote none\n" in second.output
+    assert re.search(r"  rank 2: (\w+, )?/\S+\.py:\d+ in \w+$", second.output, re.MULTILINE), second.output
 
 
 @pytest.mark.slow
 def test_a_host_switched_off_in_a_step(job: Job) -> None:
-    """Its system closes the connections as it goes."""
+    """Its system closes no connection, and nothing comes."""
     launchers = job.start_until("wait", rank=3, step=FAULT_AFTER)
     job.machines[1].cut_power()
     first, _ = hosts.all_ended(launchers, ENDED_SECONDS)
-    assert_says(first, rf"no heartbeat of n2 \(ranks 2, 3\) for \d+ s; the machine doesn't answer either: {OFF}")
+    says_where(first, 0, 1)
 
 
 @pytest.mark.slow
@@ -119,34 +134,8 @@ def test_the_host_with_the_store_switched_off_in_a_save(job: Job, reference: Ref
     launchers = job.start_until("save", rank=0, step=2 * SAVED)
     job.machines[0].cut_power()
     _, second = hosts.all_ended(launchers, ENDED_SECONDS)
-    assert_says(second, r"no connection to n1 \(ranks 0, 1\), where the job's store is")
+    says_where(second, 2, 3)
     job.comes_back(reference)
-
-
-@pytest.mark.slow
-def test_all_processes_of_a_host_are_killed(job: Job) -> None:
-    """Its system runs on, and answers."""
-    launchers = job.start_until("wait", rank=3, step=FAULT_AFTER)
-    for process in hosts.processes_of(job.machines[1]):
-        process.kill()
-    first, _ = hosts.all_ended(launchers, ENDED_SECONDS)
-    assert_says(
-        first, r"no heartbeat of n2 \(ranks 2, 3\) for \d+ s; the machine itself answers: its processes have ended"
-    )
-    assert OFF not in first.output
-
-
-@pytest.mark.slow
-def test_a_link_is_cut(job: Job) -> None:
-    """Nothing closes a connection, and each side misses the other."""
-    launchers = job.start_until("wait", rank=3, step=FAULT_AFTER)
-    job.machines[1].cut_link()
-    first, second = hosts.all_ended(launchers, ENDED_SECONDS)
-    assert_says(first, rf"no heartbeat of n2 \(ranks 2, 3\) for \d+ s; the machine doesn't answer either: {OFF}")
-    assert_says(
-        second,
-        rf"no heartbeat of n1 \(ranks 0, 1\), where the job's store is, for \d+ s; the machine doesn't .*: {OFF}",
-    )
 
 
 @pytest.mark.slow
@@ -157,7 +146,6 @@ def test_an_elastic_job_goes_on_without_a_host(job: Job, reference: Reference) -
     first, _ = hosts.all_ended(launchers, STARTED_SECONDS)
     assert first.code == 0, first.output
     assert "elastic: 2 ranks instead of 4, so --gradient_accumulation_steps 2 instead of 1: steps of 8" in first.output
-    assert re.search(r"no (heartbeat of|connection to) n2 \(ranks \d, \d\)", first.output), first.output
     assert losses_of(job.run, STEPS) == pytest.approx(reference.losses, abs=1e-4)
 
 

@@ -26,7 +26,7 @@ owner = import_module(module)
 for part in parts:
     owner = getattr(owner, part)
 setattr(owner, last, lambda another: None)
-from accel_fsdp.launch.ranks import watch
+from accel_fsdp.ranks import watch
 end = watch.begin()
 weight = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(weight.parameters(), lr=0.1)

@@ -79,7 +79,7 @@ def dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 def test_the_engine_says_where_a_launch_runs(engine: str, dry: Dry) -> None:
     shown = dry(TWO, ENGINES[engine])
     assert f"# {engine}: num_machines 2 (" in shown
-    assert f"--machine_rank 1 {MEETING[engine]} --rdzv_backend c10d --rdzv_conf is_host=0 --config_file" in shown
+    assert f"--machine_rank 1 {MEETING[engine]} --config_file" in shown
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -107,6 +107,18 @@ def test_a_flag_may_leave_gpus_idle_but_not_contradict_processes(dry: Dry) -> No
     assert "--num-processes 16 is on the command line" in dry(TWO, SLURM, "--num-processes", "16")
 
 
+def test_a_yaml_may_leave_gpus_idle(dry: Dry) -> None:
+    shown = dry(f"{YAML}num_machines: 2\nnum_processes: 2\n", SLURM)
+    assert "num_processes 2 (" in shown
+    assert "--num_processes" not in shown
+
+
+def test_a_slurm_step_with_the_variables_of_common_templates_is_slurms(dry: Dry) -> None:
+    common = {"MASTER_ADDR": "gpu07", "MASTER_PORT": "29500", "WORLD_SIZE": "8", "RANK": "1"}
+    assert "# SLURM: num_machines 2 (" in dry(TWO, SLURM | common)
+    assert "#" not in dry(f"{YAML}num_machines: 1\nnum_processes: 2\n", {"RANK": "1"})
+
+
 def test_flags_contradict_neither_kubernetes(dry: Dry) -> None:
     assert "--num-processes 4 is on" in dry(TWO, ENGINES["Kubeflow"], "--num-processes", "4")
     assert "--machine-rank 0 is on" in dry(TWO, ENGINES["Kubeflow"], "--machine-rank", "0")
@@ -115,9 +127,7 @@ def test_flags_contradict_neither_kubernetes(dry: Dry) -> None:
 def test_flags_alone_replace_what_the_yaml_says(dry: Dry) -> None:
     flags = ["--num-machines", "4", "--num_processes", "16", "--machine-rank=3", "--main-process-ip", "10.0.0.9"]
     shown = dry(TWO, {}, *flags)
-    assert (
-        "--num_machines 4 --num_processes 16 --machine_rank 3 --main_process_ip 10.0.0.9 --rdzv_backend c10d" in shown
-    )
+    assert "--num_machines 4 --num_processes 16 --machine_rank 3 --main_process_ip 10.0.0.9 --config_file" in shown
     assert "#" not in shown
     assert "15 on 4 machines" in dry(TWO, {}, *flags, "--num_processes", "15")
 

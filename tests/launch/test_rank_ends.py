@@ -30,7 +30,7 @@ sys.exit(int(sys.argv[1]))
 def test_the_code_is_the_scripts_whatever_the_teardown_does(code: int, tmp_path: Path) -> None:
     script = tmp_path / "closes.py"
     script.write_text(SCRIPT)
-    done = run([sys.executable, str(ROOT / "accel_fsdp/launch/ranks/__main__.py"), str(script), str(code)], **RANK)
+    done = run([sys.executable, str(ROOT / "accel_fsdp/ranks/__main__.py"), str(script), str(code)], **RANK)
     assert done.code == code, done.output
     assert done.output.endswith("thread done\nafter exit\n")
 
@@ -54,6 +54,6 @@ def test_a_closed_process_group_is_kept_until_another_one_is_opened(tmp_path: Pa
     """A DDP model that deletes it may wait for ever; the next group may need its port."""
     script = tmp_path / "reopens.py"
     script.write_text(REOPENS)
-    done = run([sys.executable, str(ROOT / "accel_fsdp/launch/ranks/__main__.py"), str(script)], **RANK)
+    done = run([sys.executable, str(ROOT / "accel_fsdp/ranks/__main__.py"), str(script)], **RANK)
     assert done.code == 0, done.output
     assert done.output.endswith("kept True\ndeleted True\n")

@@ -113,3 +113,18 @@ def test_without_mpirun_a_hostfile_is_refused(tmp_path: Path, monkeypatch: pytes
     assert finished.code == 1
     assert "mpirun or mpiexec were not found" in finished.output
     assert "Traceback" not in finished.output
+
+
+IGNORES = (
+    "import signal\nprint([signal.getsignal(number).name for number in (signal.SIGINT, signal.SIGHUP)], flush=True)\n"
+)
+
+
+def test_signals_that_a_shell_ignores_stay_ignored(tmp_path: Path) -> None:
+    """`nohup accel-fsdp launch ... &` in a script; the launcher says what ends the job instead."""
+    (tmp_path / "job.yaml").write_text(ALONE)
+    (tmp_path / "own.py").write_text(IGNORES)
+    command = f"trap '' INT HUP; exec {sys.executable} -m accel_fsdp launch {tmp_path}/job.yaml {tmp_path}/own.py"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (0, "['SIG_IGN', 'SIG_IGN']\n"), done.stderr
+    assert "SIGINT is ignored, as in the background of a shell; kill -TERM ends the job" in done.stderr

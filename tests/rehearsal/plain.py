@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from accel_fsdp.launch.ranks import measure
+from accel_fsdp.ranks import measure
 
 accelerator = Accelerator()
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)

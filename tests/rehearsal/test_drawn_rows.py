@@ -21,8 +21,8 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
-from accel_fsdp.launch.ranks import RankEvent, read
-from accel_fsdp.launch.ranks.drawn_rows import DrawnRows, ObservedRows, hashes_of
+from accel_fsdp.ranks import RankEvent, read
+from accel_fsdp.ranks.drawn_rows import DrawnRows, ObservedRows, hashes_of
 from accel_fsdp.rehearsal import drawn_rows
 
 ROWS: Any = list(torch.randint(0, 100, (32, 12), generator=torch.Generator().manual_seed(0)))

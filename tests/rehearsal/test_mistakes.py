@@ -21,7 +21,7 @@ from conftest import ROOT, accel_fsdp
 
 from accel_fsdp.config import JobConfig, read_config
 from accel_fsdp.hardware import host
-from accel_fsdp.launch.ranks import RankEvent, drawn_rows, gradients, measure, read, script
+from accel_fsdp.ranks import RankEvent, drawn_rows, gradients, measure, read, script
 from accel_fsdp.rehearsal import blame, effects, job, mistakes, on_cpu, own_script, repeated, replicas
 from accel_fsdp.rehearsal.job import Outcome
 
@@ -278,7 +278,7 @@ def test_of_the_script(name: str, tiny_model: Path, tmp_path: Path) -> None:
     assert failed["key"] == key, failed
     assert name in DOCS
     assert in_docs(failed["said"]), failed
-    assert "/launch/ranks/" not in failed["output"]
+    assert "/ranks/" not in failed["output"]
     if mistake == "adapter":  # as TRL's sft.py --use_peft leaves one
         assert "with 0 tensors" in failed["said"]
         assert "PEFT" in failed["fix"]

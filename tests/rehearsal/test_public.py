@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT, accel_fsdp, accelerate_launch, run
 from test_mistakes import FSDP1, FSDP2, yaml_file
 
-from accel_fsdp.launch import ranks
+from accel_fsdp import ranks
 
 HERE = ROOT / "tests/rehearsal"
 BOTH = pytest.mark.parametrize("fsdp", [FSDP1, FSDP2], ids=["fsdp1", "fsdp2"])
@@ -122,7 +122,7 @@ def test_a_reference_model_is_not_what_trains(tmp_path: Path) -> None:
     """As in DPO: it runs, its weights could be trained, and no optimizer has them."""
     script = tmp_path / "train.py"
     script.write_text(REFERENCE)
-    done = run([sys.executable, "-m", "accel_fsdp.launch.ranks", script], ACCEL_FSDP_EVENTS=str(tmp_path), RANK="0")
+    done = run([sys.executable, "-m", "accel_fsdp.ranks", script], ACCEL_FSDP_EVENTS=str(tmp_path), RANK="0")
     assert done.code == 0, done.output
     optimizers = [event.content for event in ranks.read(tmp_path) if event.kind == "optimizer"]
     (optimizer,) = optimizers
@@ -172,7 +172,7 @@ def test_what_torch_does_to_save_is_no_step(tmp_path: Path) -> None:
     """It steps with gradients of 0, so that an optimizer that never stepped has states."""
     script = tmp_path / "train.py"
     script.write_text(STATES_ALONE)
-    done = run([sys.executable, "-m", "accel_fsdp.launch.ranks", script], ACCEL_FSDP_EVENTS=str(tmp_path), RANK="0")
+    done = run([sys.executable, "-m", "accel_fsdp.ranks", script], ACCEL_FSDP_EVENTS=str(tmp_path), RANK="0")
     assert done.code == 0, done.output
     (content,) = [event.content for event in ranks.read(tmp_path) if event.kind == "trained"]
     assert (content["backwards"], content["steps"], content["kept"]) == (1, 0, True)

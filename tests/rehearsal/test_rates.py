@@ -9,8 +9,8 @@ import torch
 from torch.optim import lr_scheduler
 from transformers import get_cosine_schedule_with_warmup, get_cosine_with_hard_restarts_schedule_with_warmup
 
-from accel_fsdp.launch.ranks import RankEvent, read
-from accel_fsdp.launch.ranks.schedules import ObservedSchedules
+from accel_fsdp.ranks import RankEvent, read
+from accel_fsdp.ranks.schedules import ObservedSchedules
 from accel_fsdp.rehearsal import effects
 
 STEPS = 8

@@ -246,7 +246,7 @@ def test_launch_on_cpu_shows_what_each_rank_holds(tiny_model: Path, tmp_path: Pa
     assert layer[1] == "2"
     assert int(layer[3].replace(",", "")) * 2 == int(layer[2].replace(",", ""))
     shown = accel_fsdp("launch", "--cpu", "--dry-run", *words).output
-    assert f"/launch/ranks/__main__.py {SCRIPT} none" in shown
+    assert f"/ranks/__main__.py {SCRIPT} none" in shown
 
 
 OWN_UNITS = """import torch

@@ -10,7 +10,7 @@ from conftest import ROOT
 from test_mistakes import FSDP1, FSDP2, yaml_file
 from test_public import rehearsed
 
-from accel_fsdp.launch.ranks import RankEvent, averaging, holdings, loss_shares
+from accel_fsdp.ranks import RankEvent, averaging, holdings, loss_shares
 from accel_fsdp.rehearsal import repeated, report
 
 SCRIPT = ROOT / "tests/rehearsal/right.py"

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from accel_fsdp.config import JobConfig
-from accel_fsdp.launch.ranks import RankEvent
+from accel_fsdp.ranks import RankEvent
 from accel_fsdp.rehearsal import saved
 
 FIRST, NOW = {"a.weight": (1.0, 2.0), "b.weight": (3.0, 4.0)}, {"a.weight": (1.5, 2.5), "b.weight": (3.5, 4.5)}

@@ -12,7 +12,7 @@ from conftest import ROOT, run
 from test_mistakes import FSDP2, yaml_file
 from test_public import rehearsed
 
-from accel_fsdp.launch import ranks
+from accel_fsdp import ranks
 from accel_fsdp.rehearsal import without_gpu
 
 pytestmark = pytest.mark.oldest  # PyPI's torch for Linux is built with CUDA
@@ -62,7 +62,7 @@ def test_libraries_see_no_gpu(tmp_path: Path) -> None:
     for folder, sees in (("site-packages", "True False 0"), ("modules", "True True 1")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "asking.py").write_text(LIBRARY)
-        command = [sys.executable, "-m", "accel_fsdp.launch.ranks", tmp_path / "train.py", tmp_path / folder]
+        command = [sys.executable, "-m", "accel_fsdp.ranks", tmp_path / "train.py", tmp_path / folder]
         done = run(command, CUDA_VISIBLE_DEVICES="", LOCAL_WORLD_SIZE="1")
         assert done.output.strip() == sees
 
@@ -77,7 +77,7 @@ print(model.config._attn_implementation, model.device)
 
 def test_flash_attention_becomes_what_transformers_chooses(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ATTENDING)
-    command = [sys.executable, "-m", "accel_fsdp.launch.ranks", tmp_path / "train.py", tiny_model]
+    command = [sys.executable, "-m", "accel_fsdp.ranks", tmp_path / "train.py", tiny_model]
     done = run(command, CUDA_VISIBLE_DEVICES="", ACCEL_FSDP_EVENTS=str(tmp_path))
     assert done.output.splitlines()[-1] == "sdpa cpu"
     taken = without_gpu.taken(ranks.read(tmp_path))

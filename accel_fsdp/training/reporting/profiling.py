@@ -2,8 +2,6 @@
 
 import os
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +31,10 @@ def steps_of(text: str) -> range:
 
 
 class StepProfiler(TrainerCallback):  # type: ignore[misc]
-    """Profiles the steps of `--profile_steps` on each rank. `during` tells the watchdog that files are written."""
+    """Profiles the steps of `--profile_steps` on each rank."""
 
-    def __init__(self, args: Any, during: Callable[[str], AbstractContextManager[None]], tally: Tally) -> None:
-        self.steps, self.during, self.tally = steps_of(args.profile_steps), during, tally
+    def __init__(self, args: Any, tally: Tally) -> None:
+        self.steps, self.tally = steps_of(args.profile_steps), tally
         self.folder, self.rank = Path(args.output_dir) / file_names.PROFILE, int(args.process_index)
         self.on_gpu = args.device.type == "cuda"
         self.profiler: profile | None = None
@@ -63,18 +61,17 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
 
     def _write(self, profiler: profile) -> None:
         self.profiler = None
-        with self.during("writing the profile"):
-            try:
-                profiler.stop()
-                with atomic_files.new_file(self.folder / f"trace-rank{self.rank}.json.gz") as path:
-                    profiler.export_chrome_trace(str(path))
-                if self.on_gpu:
-                    with atomic_files.new_file(self.folder / f"memory-rank{self.rank}.pickle") as path:
-                        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
-                    torch.cuda.memory._record_memory_history(None)
-                if self.rank == 0:
-                    opens = "https://ui.perfetto.dev opens traces, https://pytorch.org/memory_viz memory snapshots"
-                    console.say(f"profile: {self.folder}; {opens}")
-            except Exception as error:  # such as a full disk, which must not end the run
-                console.say(f"rank {self.rank}: the profile is not complete: {in_a_line(error)}", style="yellow")
+        try:
+            profiler.stop()
+            with atomic_files.new_file(self.folder / f"trace-rank{self.rank}.json.gz") as path:
+                profiler.export_chrome_trace(str(path))
+            if self.on_gpu:
+                with atomic_files.new_file(self.folder / f"memory-rank{self.rank}.pickle") as path:
+                    torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+                torch.cuda.memory._record_memory_history(None)
+            if self.rank == 0:
+                opens = "https://ui.perfetto.dev opens traces, https://pytorch.org/memory_viz memory snapshots"
+                console.say(f"profile: {self.folder}; {opens}")
+        except Exception as error:  # such as a full disk, which must not end the run
+            console.say(f"rank {self.rank}: the profile is not complete: {in_a_line(error)}", style="yellow")
         self.tally.skip()

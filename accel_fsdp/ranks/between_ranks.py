@@ -1,0 +1,83 @@
+"""Compares recorded updates between ranks: copies of weights, training modes, changes on only some ranks."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp.ranks import parts
+from accel_fsdp.ranks.ratios import EXACT, norm
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+MOSTLY = 0.9
+"""The share of a weight's elements that change where a script changes all of it: zeros may stay."""
+Updates = Sequence[Mapping[str, Any]]
+
+
+def copies(updates: Updates, kind: str) -> dict[str, Any] | None:
+    """The first weight of which two ranks hold different copies, as under DDP and in replicas."""
+    import torch
+
+    for name in updates[0]["trained"]:
+        seen: dict[str, tuple[int, torch.Tensor]] = {}
+        for rank, update in enumerate(updates):
+            if (placed := update[kind].get(name)) is None:
+                continue
+            start, part = placed
+            first, other_part = seen.setdefault(f"{start} {tuple(part.shape)}", (rank, part))
+            difference = norm(part - other_part) / max(norm(other_part), 1e-12)
+            if part.numel() and difference > EXACT:
+                return {"name": name, "ranks": [first, rank], "apart": difference}
+    return None
+
+
+def line_of(updates: Updates, kind: str, name: str = "") -> str:
+    """The script's line that changed the weight (without a name: any weight), on the first rank that has one."""
+    lines = [line for update in updates for weight, line in update[kind].items() if name in ("", weight)]
+    return next(iter(lines), "")
+
+
+def between(last: Updates, updates: Updates) -> dict[str, Any] | None:
+    """A weight that changed completely on some ranks since the last step, and not at all on others."""
+    changes: dict[str, dict[int, float]] = {}
+    for rank, (update, now) in enumerate(zip(last, updates, strict=True)):
+        for name, (_, part) in update["after"].items():
+            if name in now["weights"] and part.numel():
+                changes.setdefault(name, {})[rank] = float((part != now["weights"][name][1]).float().mean())
+    changed = {name: shares for name, shares in changes.items() if max(shares.values()) > MOSTLY}
+    partly = [name for name, shares in changed.items() if min(shares.values()) == 0]
+    if len(partly) < 2 or 2 * len(partly) <= len(changed):  # a single weight may have its changed rows on one rank
+        return None
+    shares = changed[partly[0]]
+    highest, lowest = (choose(shares, key=shares.__getitem__) for choose in (max, min))
+    return {"name": partly[0], "ranks": [highest, lowest], "line": updates[highest]["changed"].get(partly[0], "")}
+
+
+def beginning(updates: Updates, plain: Mapping[str, "torch.Tensor"]) -> list[int] | None:
+    """A rank whose weights differ from those of the `plain` model before sharding, and one whose weights are equal."""
+    shares = []
+    for update in updates:
+        weights = [(plain[name].detach(), *placed) for name, placed in update["weights"].items() if name in plain]
+        changes = [(parts.region(weight, start, part) != part).flatten() for weight, start, part in weights]
+        elements = sum(change.numel() for change in changes)
+        shares.append(sum(int(change.sum()) for change in changes) / elements if elements else 0.0)
+    return [shares.index(max(shares)), shares.index(0)] if max(shares) > MOSTLY and min(shares) == 0 else None
+
+
+def modes(updates: Updates, model: "nn.Module") -> list[int] | None:
+    """A rank that trains in evaluation mode and one that does not, if the model has layers that the mode changes."""
+    evaluating = [set(update["forwards"][0]["evaluating"]) for update in updates if update["forwards"]]
+    rank = next((rank for rank, mode in enumerate(evaluating) if mode != evaluating[0]), 0)
+    if not rank or not any(map(differs_in_training, model.modules())):
+        return None
+    return [0, rank] if evaluating[0] > evaluating[rank] else [rank, 0]
+
+
+def differs_in_training(module: "nn.Module") -> bool:
+    """Whether a layer computes other values in training mode, by dropout or by a batch's statistics."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+    from torch.nn.modules.dropout import _DropoutNd
+
+    rates = [value for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
+    return isinstance(module, _BatchNorm) or any(rates) or (isinstance(module, _DropoutNd) and module.p > 0)

@@ -1,0 +1,89 @@
+"""Copies models before they are sharded."""
+
+import copy
+import gc
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp.launch_environment import LaunchEnvironment
+from accel_fsdp.ranks.holding import plain_class
+from accel_fsdp.ranks.hooks import hooks_of
+from accel_fsdp.units import kib_or_mib
+
+if TYPE_CHECKING:
+    from torch import nn
+
+MOST_BYTES = 2**29
+"""The largest model that is copied: a rank keeps several copies of its part, and rank 0 two of the whole model."""
+
+
+@dataclass
+class Copy:
+    """A copy of a model from before it was sharded, and its number of hooks then.
+
+    `plain` is None on ranks other than 0, and if there is a reason in `why`.
+    """
+
+    plain: "nn.Module | None"
+    hooks: int
+    why: str = ""
+
+
+def outermost(module: "nn.Module") -> "nn.Module":
+    """The model that a module is a part of, or itself."""
+    from torch import nn
+
+    modules = [item for item in gc.get_objects() if issubclass(type(item), nn.Module) and "_modules" in vars(item)]
+    holders = [holder for holder in modules if any(inner is module for inner in holder.modules())]
+    return max(holders, key=lambda holder: sum(1 for _ in holder.modules()), default=module)
+
+
+def copied(model: "nn.Module") -> Copy:
+    hooks = hooks_of(model)
+    if LaunchEnvironment.now().rank != 0:
+        return Copy(None, hooks)
+    size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    if size_bytes > MOST_BYTES:
+        return Copy(None, hooks, f"the model has more than {kib_or_mib(MOST_BYTES)}")
+    if loaded_in_shards(model):
+        try:
+            return Copy(_rebuilt(model), hooks)
+        except Exception as error:  # any error of the model's own code
+            return Copy(None, hooks, f"the model can't be built again: {type(error).__name__}: {error}")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return Copy(None, hooks, "the model had no values when it was sharded")
+    try:
+        return Copy(copy.deepcopy(model), hooks)
+    except Exception as error:  # any error of the model's own code
+        return Copy(None, hooks, f"the model can't be copied: {type(error).__name__}: {error}")
+
+
+def loaded_in_shards(model: Any) -> bool:
+    """Whether transformers has loaded a model in shards, as for tensor and expert parallelism."""
+    launch = LaunchEnvironment.now()
+    return launch.by_transformers and any(hasattr(parameter, "placements") for parameter in model.parameters())
+
+
+def _rebuilt(model: Any) -> Any:
+    """A plain model of the same config, adapters and dtypes, without the weights, which are in a recorded update."""
+    import torch
+    from transformers.initialization import no_init_weights
+
+    base = model.get_base_model() if (adapters := getattr(model, "peft_config", None)) else model
+    config = copy.deepcopy(base.config)
+    vars(config).pop("distributed_config", None)
+    with torch.random.fork_rng(devices=[]), no_init_weights():
+        plain = plain_class(base)._from_config(config, dtype=base.dtype)
+        plain.tie_weights()
+        if adapters:
+            from peft import get_peft_model
+
+            plain = get_peft_model(plain, copy.deepcopy(next(iter(adapters.values()))))
+    with torch.no_grad():
+        dtypes = {name: weight.dtype for name, weight in model.named_parameters()}
+        for name, weight in plain.named_parameters():
+            weight.data = weight.data.to(dtypes[name])
+        buffers = dict(model.named_buffers())
+        for name, buffer in plain.named_buffers():
+            buffer.copy_(buffers[name])
+    return plain

@@ -1,0 +1,360 @@
+"""Observes which rows a rank trains on: their indices in the data set, and checksums of their content."""
+
+import contextlib
+import functools
+import hashlib
+import re
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp.launch_environment import LaunchEnvironment
+from accel_fsdp.library_internals import Internal
+from accel_fsdp.ranks import events, script
+from accel_fsdp.ranks.observing import Observation, after
+from accel_fsdp.ranks.outputs import tensors_in
+
+if TYPE_CHECKING:
+    import torch
+
+
+ITERATOR = "torch.utils.data.dataloader:_BaseDataLoaderIter"
+LOADERS = Observation(
+    "rows that loaders give",
+    Internal("torch.utils.data:DataLoader.__init__", "self dataset *"),
+    Internal("torch.utils.data:DataLoader.__len__", "self"),
+    Internal(f"{ITERATOR}._next_index", "self"),
+    Internal(f"{ITERATOR}.__next__", "self"),
+)
+MOST_ROWS = 2048
+"""The number of rows of an epoch that are recorded."""
+MOST_EPOCHS = 3
+"""The number of epochs of a loader that are recorded."""
+MOST_CHARACTERS = 60
+"""The length up to which an attribute's value is compared."""
+ADDRESS = re.compile(r"0x[0-9a-f]+")
+"""A part of Python's names of objects, other in each process."""
+MOST_BY_HAND = 256
+"""The first forward passes whose rows are noted where no loader gives them."""
+PREPARED = "accelerator.prepare"
+
+
+@dataclass
+class DrawnRows:
+    """The rows of one epoch of a loader on a rank, batch by batch.
+
+    `start` is a checksum of the data set's first row, where it can be read without side effects. `places` are the rows'
+    indices in the data set, None for a stream; `hashes` are checksums of their content, None where the rows of a batch
+    can't be distinguished. `labels` are integers of which a batch has one for each row, such as classes.
+    `once`: the sampler gives each row of the data set once in an epoch, on all ranks together;
+    `is_own`: the sampler isn't torch's. `planned` is the largest number of rows that this rank takes in an epoch.
+    `batches` of an epoch: before Accelerate gives each rank its part, and in the part of this rank.
+    `sharders` name the loader or sampler that gives the rank its part. `sampler_epoch`: the last argument of the
+    sampler's `set_epoch`, if it has one.
+    """
+
+    line: str
+    loop: str
+    loader: int = 0
+    epoch: int = 0
+    places: list[list[int]] | None = field(default_factory=list)
+    hashes: list[list[int] | None] = field(default_factory=list)
+    labels: list[list[int] | None] = field(default_factory=list)
+    is_whole: bool = False
+    length: int | None = None
+    fingerprint: str | None = None
+    start: int | None = None
+    once: bool = False
+    is_own: bool = False
+    planned: int | None = None
+    batches: tuple[int, int] | None = None
+    batch: int | None = None
+    drops_last: bool = False
+    sharders: list[str] = field(default_factory=list)
+    sampler_epoch: int | None = None
+
+
+@dataclass
+class _Loader:
+    """A loader, identified by the object that gives it indices."""
+
+    number: int = -1
+    noted: int = 0
+    now: "_Pass | None" = None
+
+
+@dataclass
+class _Pass:
+    """One iteration over a loader."""
+
+    loader: _Loader
+    indices: "weakref.ref[Any]"
+    rows: DrawnRows
+    given: int = 0
+    trained: int = 0
+
+
+class ObservedRows:
+    """Records the rows of each loader that was the last to give a batch before a backward pass."""
+
+    def __init__(self) -> None:
+        self.made_at: dict[int, str] = {}
+        self.counted: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.loaders: weakref.WeakKeyDictionary[Any, _Loader] = weakref.WeakKeyDictionary()
+        self.passes: weakref.WeakKeyDictionary[Any, _Pass] = weakref.WeakKeyDictionary()
+        self.unfinished: list[_Pass] = []
+        self.last: _Pass | None = None
+        self.at_line: Counter[str] = Counter()
+        self.has_trained = False
+
+    def install(self) -> None:
+        from torch.utils.data import DataLoader
+        from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+        after(DataLoader, "__init__", self._on_loader)
+        after(DataLoader, "__len__", self._on_length)
+        iterators: Any = _BaseDataLoaderIter
+        draw, give = iterators._next_index, iterators.__next__
+
+        @functools.wraps(draw)
+        def next_index(iterator: Any) -> Any:
+            index = draw(iterator)
+            self._on_index(iterator, index)
+            return index
+
+        @functools.wraps(give)
+        def next_batch(iterator: Any) -> Any:
+            try:
+                batch = give(iterator)
+            except StopIteration:
+                if finished := self.passes.get(iterator):
+                    finished.rows.is_whole = True
+                raise
+            self._on_batch(iterator, batch)
+            return batch
+
+        iterators._next_index, iterators.__next__ = next_index, next_batch
+
+    def ran_backward(self) -> None:
+        if self.last:
+            self.last.trained = self.last.given
+            self.has_trained = True
+
+    @property
+    def batches(self) -> tuple[int, int]:
+        """The batches of an epoch, of all ranks and of this one, if the script asked for the former.
+
+        They are 0 if it didn't, or left the last epoch before its end.
+        """
+        ended = self.last.rows if self.last else None
+        return ended.batches if ended and ended.is_whole and ended.batches else (0, 0)
+
+    def report_end(self, by_hand: list[list[int] | None], line: str) -> None:
+        """Reports the remaining rows; `by_hand` are those of the forward passes, for a script without a loader."""
+        for unfinished in self.unfinished:
+            self._report(unfinished)
+        if by_hand and not self.has_trained:
+            events.report("drawn", **asdict(DrawnRows(line, line, epoch=1, places=None, hashes=by_hand)))
+
+    def _on_loader(self, _: Any, dataset: Any, *__: Any, **___: Any) -> None:
+        if script.is_calling(sys._getframe(2)):  # a library makes another loader of the same data set
+            self.made_at[id(dataset)] = script.line_of_stack(sys._getframe(2))
+
+    def _on_length(self, loader: Any) -> None:
+        """Notes that the script asked for the batches of an epoch before Accelerate gave each rank its part."""
+        from torch.utils.data import DataLoader
+
+        if type(loader) is DataLoader and loader.batch_sampler is not None and script.is_calling(sys._getframe(2)):
+            self.counted.add(loader.batch_sampler)
+
+    def _on_index(self, iterator: Any, index: Any) -> None:
+        drawn = self.passes.get(iterator)
+        if drawn is None or drawn.indices() is not iterator._sampler_iter:
+            try:
+                drawn = self.passes[iterator] = self._begin(iterator)
+            except TypeError:  # indices in a list, which has no weak references
+                return
+        places = index if isinstance(index, list | tuple) else [index]
+        if not all(isinstance(place, int) for place in places):
+            drawn.rows.places = None
+        elif drawn.rows.places is not None and sum(map(len, drawn.rows.places)) < MOST_ROWS:
+            drawn.rows.places.append([int(place) for place in places])
+
+    def _begin(self, iterator: Any) -> _Pass:
+        loader = self.loaders.setdefault(iterator._index_sampler, _Loader())
+        if loader.now:
+            self._report(loader.now)
+            self.unfinished.remove(loader.now)
+        loop = script.line_of_stack(sys._getframe(3))
+        line = self.made_at.get(id(iterator._dataset), loop)
+        rows = DrawnRows(line, loop, **_facts(iterator._index_sampler, iterator._dataset))
+        if getattr(iterator._index_sampler, "batch_sampler", None) not in self.counted:
+            rows.batches = None
+        loader.now = _Pass(loader, weakref.ref(iterator._sampler_iter), rows)
+        self.unfinished.append(loader.now)
+        return loader.now
+
+    def _on_batch(self, iterator: Any, batch: Any) -> None:
+        self.last = drawn = self.passes.get(iterator)
+        if drawn is None:
+            return
+        drawn.given += 1
+        if drawn.loader.noted < MOST_EPOCHS and sum(len(hashes or [0]) for hashes in drawn.rows.hashes) < MOST_ROWS:
+            rows = drawn.rows.places and drawn.rows.places[len(drawn.rows.hashes) :]
+            count = len(rows[0]) if rows else None
+            drawn.rows.hashes.append(hashes_of(batch, count))
+            drawn.rows.labels.append(_labels_of(batch, count))
+
+    def _report(self, ended: _Pass) -> None:
+        loader, rows = ended.loader, ended.rows
+        if not ended.trained or loader.noted >= MOST_EPOCHS:
+            return
+        if loader.number < 0:
+            loader.number = self.at_line[rows.line]
+            self.at_line[rows.line] += 1
+        loader.noted += 1
+        if not rows.is_whole:  # the loaders of Accelerate take a batch before they give the last one
+            trained = max(1, ended.trained - bool(rows.sharders[:1] == [PREPARED]))
+            rows.places, rows.hashes = rows.places and rows.places[:trained], rows.hashes[:trained]
+        rows.loader, rows.epoch = loader.number, loader.noted
+        events.report("drawn", **asdict(rows))
+
+
+def hashes_of(batch: Any, rows: int | None = None) -> list[int] | None:
+    """A checksum for each row of a batch, of its input_ids if it has some; None if a batch has no such rows."""
+    import torch
+
+    mask = None
+    if isinstance(batch, Mapping):
+        mask = batch.get("attention_mask")
+        batch = [batch["input_ids"]] if "input_ids" in batch else list(batch.values())
+    parts = batch if isinstance(batch, list | tuple) else [batch]
+    tensors = [tensor for tensor in parts if isinstance(tensor, torch.Tensor) and tensor.dim() and not tensor.is_meta]
+    tensors = [tensor for tensor in tensors if len(tensor) == (rows or len(tensors[0]))]
+    if not tensors:
+        return None
+    if len(tensors) == 1 and isinstance(mask, torch.Tensor) and mask.shape == tensors[0].shape:
+        return [_hash([ids[real.bool()]]) for ids, real in zip(tensors[0], mask, strict=True)]  # without padding
+    return [_hash([tensor[row] for tensor in tensors]) for row in range(len(tensors[0]))]
+
+
+def _labels_of(batch: Any, rows: int | None) -> list[int] | None:
+    """The integers of which a batch has one for each row; None if it has none, or several."""
+    import torch
+
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    columns = [part for part in parts if isinstance(part, torch.Tensor) and part.shape == (rows,)]
+    if len(columns) != 1 or columns[0].is_floating_point() or columns[0].is_meta:
+        return None
+    return [int(label) for label in columns[0].tolist()]
+
+
+def _hash(parts: "list[torch.Tensor]") -> int:
+    import torch
+
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        values = part.detach().as_subclass(torch.Tensor).cpu().contiguous().reshape(-1)
+        digest.update(values.view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(digest.digest(), "little")
+
+
+def _facts(indices: Any, dataset: Any) -> dict[str, Any]:
+    """The known facts about a loader's data set and its batches."""
+    from torch.utils.data import BatchSampler
+    from torch.utils.data.distributed import DistributedSampler
+
+    facts: dict[str, Any] = {"length": None, "fingerprint": getattr(dataset, "_fingerprint", None)}
+    with contextlib.suppress(Exception):  # a data set's own code may raise any error
+        facts["length"] = len(dataset)
+    facts["start"] = _start(dataset)
+    is_shard = type(indices).__name__ == "BatchSamplerShard"
+    batches = indices.batch_sampler if is_shard else indices
+    if type(batches) is not BatchSampler:
+        return facts
+    sampler: Any = batches.sampler
+    facts |= {"batch": batches.batch_size, "sharders": [PREPARED] * is_shard}
+    facts["is_own"] = not type(sampler).__module__.startswith("torch.")
+    facts["drops_last"] = batches.drop_last or getattr(sampler, "drop_last", False) is True
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        facts["sharders"].append("a DistributedSampler")
+    if isinstance(epoch := getattr(sampler, "epoch", None), int) and hasattr(sampler, "set_epoch"):
+        facts["sampler_epoch"] = epoch
+    if facts["length"] is not None and _gives_once(sampler, facts["length"]):
+        batch_size = (
+            indices.batch_size // indices.num_processes if is_shard and indices.split_batches else batches.batch_size
+        )
+        facts |= {"once": True, "planned": len(indices) * batch_size, "batches": (len(batches), len(indices))}
+    return facts
+
+
+def _start(dataset: Any) -> int | None:
+    """The checksum of the tensors in a data set's first row; None if reading it would run the data set's own code."""
+    import torch
+    from torch.utils.data import Subset, TensorDataset
+
+    index = 0
+    while isinstance(dataset, Subset) and len(dataset):
+        dataset, index = dataset.dataset, dataset.indices[index]
+    if not isinstance(dataset, list | tuple | torch.Tensor | TensorDataset) or not len(dataset):
+        return None
+    row = dataset[index]
+    return _hash(list(tensors_in(list(row) if isinstance(row, tuple) else row)))
+
+
+def _gives_once(sampler: Any, rows: int) -> bool:
+    from torch.utils.data import RandomSampler, SequentialSampler
+    from torch.utils.data.distributed import DistributedSampler
+
+    if type(sampler) is DistributedSampler:
+        return sampler.num_replicas in (1, LaunchEnvironment.now().world_size)
+    if isinstance(sampler, RandomSampler):
+        return not sampler.replacement and sampler.num_samples == rows
+    return type(sampler) is SequentialSampler
+
+
+class ObservedStreams:
+    """Keeps the prepared streams; the first row of each is read again when the script has ended."""
+
+    def __init__(self) -> None:
+        self.streams: list[tuple[Any, bool]] = []
+
+    def prepared(self, items: Iterable[Any]) -> None:
+        """Called with what `accelerator.prepare` returned."""
+        from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
+        from torch.utils.data import DataLoader, IterableDataset
+
+        for loader in (item for item in items if isinstance(item, DataLoader)):
+            data: Any = loader.dataset
+            if isinstance(data, IterableDatasetShard):
+                self.streams.append((data.dataset, False))
+            elif isinstance(data, IterableDataset):
+                self.streams.append((data, isinstance(loader, DataLoaderDispatcher)))
+
+    def report_end(self, lines: Mapping[int, str]) -> None:
+        """`lines` are those that made the loaders, by the number of their data set."""
+        for number, (stream, is_dispatched) in enumerate(self.streams):
+            attributes, line = _attributes(stream), lines.get(id(stream), "")
+            events.report(
+                "stream", number=number, dispatched=is_dispatched, attributes=attributes, row=_first(stream), line=line
+            )
+
+
+def _attributes(stream: Any) -> dict[str, str]:
+    """The short attributes of a data set, also the rank that `split_dataset_by_node` gave one of datasets."""
+    values = dict(vars(stream))
+    if split := values.get("_distributed"):
+        values["rank"] = split.rank
+    simple = {name: str(value) for name, value in values.items() if isinstance(value, int | float | str | tuple | list)}
+    return {name: text for name, text in simple.items() if len(text) <= MOST_CHARACTERS}
+
+
+def _first(stream: Any) -> str:
+    """A checksum of the first row; empty if there is none."""
+    with contextlib.suppress(Exception):  # a data set's own code may raise any error
+        row = ADDRESS.sub("", repr(next(iter(stream))))
+        return hashlib.blake2b(row.encode(), digest_size=8).hexdigest()
+    return ""

@@ -1,0 +1,70 @@
+"""The observers inside a rank, and the library internals that they need; changed ones are reported in one line."""
+
+import functools
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+from accel_fsdp import console
+from accel_fsdp.launch_environment import LaunchEnvironment
+from accel_fsdp.library_internals import Internal, flaw
+from accel_fsdp.ranks import events
+
+
+class Observation:
+    """`what` is observed through the internals that it `relies_on`."""
+
+    def __init__(self, what: str, *relies_on: Internal) -> None:
+        self.what, self.relies_on = what, relies_on
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the libraries have all internals; if not, logs what isn't observed. Read it once, before patching."""
+        for internal in self.relies_on:
+            if missing := flaw(internal):
+                why = f"{internal.library} {metadata.version(internal.library)} {missing}"
+                events.report("unwatched", what=self.what, why=why)
+                if LaunchEnvironment.now().rank == 0:
+                    console.say(f"accel-fsdp: not watched: {self.what}; {why}")
+                return False
+        return True
+
+
+def before(owner: Any, name: str, callback: Callable[..., None]) -> None:
+    """Calls `callback` with the same arguments before each call of a function."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        callback(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, watched)
+
+
+def after(owner: Any, name: str, callback: Callable[..., None]) -> None:
+    """Calls `callback` with the same arguments after each call of a function."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        callback(*args, **kwargs)
+        return result
+
+    setattr(owner, name, watched)
+
+
+def replace(owner: Any, name: str, wrapper: Callable[..., Any]) -> Callable[[], None]:
+    """Replaces a function by `wrapper`, called with the original and the arguments.
+
+    Returns a function that undoes it.
+    """
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(owner, name, watched)
+    return lambda: setattr(owner, name, original)

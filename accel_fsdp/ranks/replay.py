@@ -1,0 +1,374 @@
+"""Repeats recorded updates in one plain process on rank 0, and compares gradients, clipping and steps with the ranks'.
+Each part is repeated from the ranks' own state before it, so that differences don't add up: forward and backward passes
+with the ranks' weights, the optimizers' steps with the ranks' gradients.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp import cpu
+from accel_fsdp.config import LONG_DTYPES
+from accel_fsdp.launch_environment import LaunchEnvironment
+from accel_fsdp.ranks import between_ranks, buffers, events, loss_shares, parts, precision
+from accel_fsdp.ranks.alone import Tensors, Unrepeatable, alone, stepped
+from accel_fsdp.ranks.between_ranks import MOSTLY
+from accel_fsdp.ranks.holding import user_name
+from accel_fsdp.ranks.outputs import tensors_in
+from accel_fsdp.ranks.ratios import EXACT, factor, is_changed, norm, ratio, share_changed
+from accel_fsdp.ranks.recording import LOCAL_SGD, Recorder
+from accel_fsdp.ranks.records import united
+from accel_fsdp.time_limits import comes_true
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+WAIT_SECONDS = 10.0
+"""How long rank 0 waits for the records of the others, which have ended their scripts."""
+ROUNDED = 0.35
+"""As `EXACT`, of gradients in 16 bits, where FSDP also rounds what autocast leaves in float32: 1e-2 was measured for
+most models, 0.08 for mixtures of experts, 0.11 for biases of GPT-2. A factor of 2 or 1/2 gives 1 or 0.5."""
+ROUNDED_RATIO = 2e-3
+"""How far from 1 the ratio of all gradients may be in 16 bits, where rounding cancels out. 1e-3 was measured."""
+ROUNDED_OUTPUTS = 0.1
+"""How far apart the outputs of a forward pass may be in 16 bits; more comes from unrecorded state."""
+FLOOR = 1e-2
+"""Gradients that are smaller than this part of the largest one are compared with that part of it: they may be noise."""
+KNOWN_OPTIMIZERS = ("torch.optim.", "transformers.")
+"""Modules whose optimizers communicate with no other rank in a step."""
+
+
+def compare(recorder: Recorder) -> None:
+    """Called on each rank when the script has ended; rank 0 repeats the updates and reports differences."""
+    import torch.distributed as dist
+
+    recorder.end()
+    launch = LaunchEnvironment.now()
+    if dist.is_initialized():
+        cpu.wait_for_others("records")
+    if launch.rank != 0:
+        return
+    try:
+        last: list[dict[str, Any]] = []
+        for number in range(recorder.written):
+            updates = _read(recorder.folder, number, launch.world_size)
+            if last and (content := between_ranks.between(last, updates)):
+                events.report("otherwise", what="behind", **content)
+            _compare(recorder, number, updates)
+            last = updates
+        if not recorder.written:
+            raise Unrepeatable("no forward pass of a model that was sharded led to a step of an optimizer")
+    except Unrepeatable as problem:
+        events.report("unrepeated", why=str(problem))
+    except Exception as error:  # a model's own code may raise any error
+        events.report("unrepeated", why=f"{type(error).__name__}: {error}")
+
+
+def _compare(recorder: Recorder, number: int, updates: Sequence[dict[str, Any]]) -> None:
+    """Repeats an update; the ranks' copies are compared even if it can't be."""
+    try:
+        _Repeated(recorder, number, updates).compare()
+    except Unrepeatable:
+        is_local_sgd = updates[0]["why"] == LOCAL_SGD
+        if not is_local_sgd and (content := between_ranks.copies(updates, "reduced")):
+            events.report("otherwise", what="copies", line=updates[0]["line"], of="gradient", **content)
+        raise
+
+
+def _read(folder: Path, number: int, ranks: int) -> list[dict[str, Any]]:
+    import torch
+
+    paths = [folder / f"{rank}.{number}" for rank in range(ranks)]
+    if not comes_true(lambda: all(path.is_file() for path in paths), WAIT_SECONDS, every=0.05):
+        missing = next(rank for rank, path in enumerate(paths) if not path.is_file())
+        raise Unrepeatable(f"rank {missing} took fewer steps")
+    return united([torch.load(path, weights_only=True) for path in paths])
+
+
+class _Repeated:
+    """One update of all ranks, `updates`; `with_rows` are those of ranks with different rows: one of each tp group."""
+
+    def __init__(self, recorder: Recorder, number: int, updates: Sequence[dict[str, Any]]) -> None:
+        self.number = number
+        self.updates = updates
+        self.with_rows = LaunchEnvironment.now().with_rows(updates)
+        self.first = updates[0]
+        if why := next((update["why"] for update in updates if update["why"]), ""):
+            shares = loss_shares.of_batches(self.first["forwards"])
+            if self.first["dropped"] and len(shares) > 1 and loss_shares.each(shares, 1 / len(shares)):
+                self._report("dropped", self.first["cleared"] or self.first["line"], accumulation=len(shares))
+            raise Unrepeatable(why)
+        if self.first["precision"] == "fp8":
+            raise Unrepeatable(f"autocast on a CPU has no {self.first['precision']}")
+        copies = [kept.plain for kept in recorder.copies]
+        used = {forward["model"] for update in updates for forward in update["forwards"]}
+        model = copies[next(iter(used))] if len(used) == 1 else None
+        if model is None:
+            raise Unrepeatable("no model of it was copied before it was sharded")
+        self.model: nn.Module = model
+        self.optimizers = recorder.optimizers[number]
+        self.buffers, self.buffer_lines = recorder.buffers[next(iter(used))], recorder.lines.buffer_lines
+        self.wrapped_at = recorder.wrapped_at
+        self.weights = {user_name(path): weight for path, weight in model.named_parameters()}
+
+    def compare(self) -> None:
+        trained = self.first["trained"]
+        if not trained:
+            self._report("frozen", self._step_line)
+            return
+        if missing := next((name for name in trained if name not in self.weights), ""):
+            raise Unrepeatable(f"the model had no {missing} before it was sharded")
+        if self.first["unprepared"]:
+            return self._report("unprepared", self._step_line)
+        covered = set(self._stepped_names)
+        reduced, used = self._whole_tensors("reduced"), self._whole_tensors("used")
+        if not self.number and (ranks := between_ranks.beginning(self.updates, self.weights)):
+            line = between_ranks.line_of(self.updates, "changed")
+            self._report("begins", line or self.wrapped_at, ranks=ranks)
+        self._compare_copies("weights", "beginning")
+        if ranks := between_ranks.modes(self.updates, self.model):
+            self._report("modes", self.first["line"], ranks=ranks)
+        self._compare_copies("reduced", "gradient")
+        if hidden := next((name for name in used if not _finite(reduced.get(name)) and _finite(used[name])), ""):
+            self._report("hidden", self._line_of_change(hidden), name=hidden)
+            return
+        plain = self._gradients()
+        self._compare_buffers()
+        if self.number:  # gradients of weights that no optimizer has accumulate over steps
+            plain = {name: gradient for name, gradient in plain.items() if name in covered}
+        worst = self._compare_gradients(reduced, {name: plain[name] for name in plain if name in {*reduced, *covered}})
+        self._compare_clipping(reduced, used)
+        self._compare_losses()
+        if content := loss_shares.flaw(self.with_rows):
+            self._report("counted", self.first["line"], **content)
+        before, after = self._whole_tensors("weights"), self._whole_tensors("after")
+        why = self._compare_steps(before, used, after)
+        has_changed = any(not before[name].equal(after[name]) for name in after)
+        uncovered = {name for name, gradient in plain.items() if bool(gradient.any())} - covered
+        events.report(
+            "repeated",
+            update=self.number + 1,
+            apart=worst,
+            steps=why,
+            moved=has_changed,
+            cleared=bool(plain) and not any(bool(gradient.any()) for gradient in used.values()),
+            rates=[settings.get("lr") for step in self.first["steps"] for settings in step["settings"]],
+            uncovered=sorted(uncovered),
+            trained=len(self.first["trained"]),
+            shares=[loss_shares.of_rank(update) for update in self.updates],
+            changed=any(map(is_changed, self.updates)),
+            line=self._step_line,
+            cleared_at=self.first["cleared"],
+        )
+
+    @property
+    def exact(self) -> bool:
+        import torch
+
+        full = all(weight.dtype == torch.float32 for weight in self.weights.values() if weight.is_floating_point())
+        return full and {self.first[name] for name in ("precision", "cast", "reduces")} == {"no"}
+
+    @property
+    def _step_line(self) -> str:
+        return str(self.first["steps"][-1]["line"])
+
+    @property
+    def _stepped_names(self) -> list[str]:
+        return [name for step in self.first["steps"] for names in step["names"] for name in names]
+
+    def _line_of_change(self, name: str = "") -> str:
+        """The script's line that changed a gradient between backward and step; else the step's line."""
+        return between_ranks.line_of(self.updates, "altered", name) or self._step_line
+
+    def _report(self, what: str, line: str, **content: Any) -> None:
+        events.report("otherwise", what=what, update=self.number + 1, line=line, **content)
+
+    def _whole_tensors(self, kind: str) -> Tensors:
+        of_ranks = [update[kind] for update in self.updates]
+        names = {name: None for rank_parts in of_ranks for name in rank_parts}
+        wholes = {name: parts.whole(self.weights[name].shape, name, of_ranks) for name in names if name in self.weights}
+        return {name: tensor for name, tensor in wholes.items() if tensor is not None}
+
+    def _gradients(self) -> Tensors:
+        """The plain model's gradients: of the mean over ranks of the sum over their micro-batches, or by a divisor."""
+        import torch
+
+        values = self._whole_tensors("weights")
+        trained = set(self.first["trained"])
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                if name in values:
+                    weight.copy_(precision.rounded(values[name], self.first["cast"]))
+        for name, weight in self.weights.items():
+            weight.requires_grad_(name in trained and weight.is_floating_point())
+            weight.grad = None
+        state = torch.get_rng_state()
+        try:
+            with alone():
+                for update in self.with_rows:
+                    for forward in update["forwards"]:
+                        self._repeat(forward)
+        finally:
+            torch.set_rng_state(state)
+        divisor = self.first["divisor"] or len(self.with_rows)
+        gradients = {name: weight.grad for name, weight in self.weights.items() if weight.grad is not None}
+        return {name: gradient.float() / divisor for name, gradient in gradients.items()}
+
+    def _repeat(self, forward: Mapping[str, Any]) -> None:
+        import torch
+
+        if not any(gradient is not None for gradient in forward["gradients"]):
+            return
+        module = self.model.get_submodule(forward["module"]) if forward["module"] else self.model
+        args, kwargs = forward["inputs"]
+        with torch.enable_grad(), self._as_recorded(module, forward):
+            result = module(*args, **kwargs)
+        outputs = list(tensors_in(result))
+        if len(outputs) != len(forward["gradients"]):
+            raise Unrepeatable("the model returns other outputs when it isn't sharded")
+        tolerance = EXACT if self.exact else ROUNDED_OUTPUTS
+        for number, value in forward["outputs"].items():
+            if norm(outputs[number].detach() - value) > tolerance * norm(value):
+                raise Unrepeatable(
+                    "the forward pass gives other values there: it depends on more than inputs, weights, buffers"
+                )
+        pairs = [
+            (output, gradient.to(output.dtype).reshape(output.shape))
+            for output, gradient in zip(outputs, forward["gradients"], strict=True)
+            if gradient is not None and output.requires_grad
+        ]
+        torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+
+    def _as_recorded(self, module: "nn.Module", forward: Mapping[str, Any]) -> "torch.autocast":
+        """Sets the modes and random numbers of a forward pass; returns the context of its precision."""
+        import torch
+
+        evaluating = set(forward["evaluating"])
+        for path, part in module.named_modules():
+            part.training = user_name(path) not in evaluating
+        buffers.restore(self.model, self.buffers, forward["buffers"])
+        torch.set_rng_state(forward["random"])
+        precision = self.first["precision"]
+        dtype = getattr(torch, LONG_DTYPES[precision]) if precision in LONG_DTYPES else None
+        return torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+
+    def _compare_gradients(self, reduced: Tensors, plain: Tensors) -> float:
+        """The largest relative difference of a gradient; if too large, it or the ratio of all gradients is reported."""
+        if not plain:
+            raise Unrepeatable("no gradient came back to the model's outputs")
+        largest = max(norm(gradient) for gradient in plain.values())
+        tolerance = EXACT if self.exact else ROUNDED
+        worst, worst_name = 0.0, ""
+        for name, gradient in plain.items():
+            on_ranks = reduced.get(name)
+            deviation = norm(gradient - (on_ranks.float() if on_ranks is not None else 0)) / max(
+                norm(gradient), FLOOR * largest
+            )
+            if deviation > worst or math.isnan(deviation):
+                worst, worst_name = deviation, name
+        of_all = ratio(reduced, plain)
+        if worst <= tolerance and not self.exact and abs(of_all - 1) > ROUNDED_RATIO:
+            self._report("all-gradients", self.first["line"], ratio=of_all)
+        if not worst <= tolerance:
+            on_ranks = reduced.get(worst_name)
+            own_ratio = 0.0 if on_ranks is None else ratio({worst_name: on_ranks}, {worst_name: plain[worst_name]})
+            self._report(
+                "gradient",
+                self.first["unsynced"] or self.first["line"],
+                kept=bool(self.first["unsynced"]),
+                name=worst_name,
+                apart=worst,
+                ratio=own_ratio,
+                all=of_all,
+                ranks=len(self.with_rows),
+                accumulation=len(self.first["forwards"]),
+            )
+        return worst
+
+    def _compare_clipping(self, reduced: Tensors, used: Tensors) -> None:
+        """Compares the factor between reduced and used gradients on all ranks, and with the requested norm."""
+        clips = self.first["clips"]
+        if clips and not any(clip["backwards"] for clip in clips):
+            self._report("clipped-early", clips[0]["line"])
+            return
+        factors = {rank: factor(update["reduced"], update["used"]) for rank, update in enumerate(self.updates)}
+        known = {rank: value for rank, value in factors.items() if value is not None}
+        changed = [share_changed(update["reduced"], update["used"]) for update in self.updates]
+        if max(changed) > MOSTLY and min(changed) == 0:
+            self._report("changed-apart", self._line_of_change(), ranks=[changed.index(max(changed)), changed.index(0)])
+            return
+        if not known:
+            return
+        if len(clips) != 1 or used.keys() != reduced.keys():
+            clips = []
+        lowest, highest = (choose(known, key=lambda rank: known[rank]) for choose in (min, max))
+        if known[highest] - known[lowest] > EXACT * known[highest]:
+            line = clips[-1]["line"] if clips else self._line_of_change()
+            self._report("clipped-apart", line, factors=[known[lowest], known[highest]], ranks=[lowest, highest])
+            return
+        is_summed = len(factors) > 1 and math.isclose(known[lowest], len(factors), rel_tol=EXACT)
+        if is_summed and not clips:
+            self._report("summed-again", self._line_of_change(), ranks=len(factors))
+        if not clips or len(known) < len(factors):
+            return
+        if clips[-1]["norm"] != 2:
+            return
+        total = math.sqrt(sum(norm(gradient) ** 2 for gradient in reduced.values()))
+        expected = min(1.0, clips[-1]["most"] / (total + 1e-6))
+        if abs(expected - known[lowest]) > 10 * EXACT * expected:
+            self._report("clipped-otherwise", clips[-1]["line"], factors=[known[lowest], expected])
+
+    def _compare_losses(self) -> None:
+        if content := loss_shares.misdivided(self.first, len(self.with_rows)):
+            self._report(line=self.first["line"], **content)
+
+    def _compare_copies(self, kind: str, what: str) -> None:
+        content = between_ranks.copies(self.updates, kind)
+        if content and kind == "reduced":
+            is_whole = content["name"] in self.first["unsharded"]
+            line = self.wrapped_at if is_whole else self.first["unsynced"] or self.first["line"]
+            self._report("ignored" if is_whole else "copies", line, of=what, **content)
+        elif content:
+            line = between_ranks.line_of(self.updates, "changed", content["name"])
+            self._report("copies", line or self._step_line, of=what, **content)
+
+    def _compare_buffers(self) -> None:
+        for forwards in zip(*(update["forwards"] for update in self.with_rows), strict=False):
+            with alone():
+                content = buffers.apart(self.model, self.buffers, forwards, self._as_recorded)
+            if content:
+                line = self.buffer_lines.get(content["name"]) or self.first["line"]
+                return self._report("buffers", line, **content)
+
+    def _compare_steps(self, before: Tensors, used: Tensors, after: Tensors) -> str:
+        """Repeats each optimizer's step with the gradients that it used; returns why it can't, or an empty text."""
+        for index, (step, optimizer) in enumerate(zip(self.first["steps"], self.optimizers, strict=False)):
+            kind = type(optimizer)
+            if step["has_hooks"] or len(self._stepped_names) > len(set(self._stepped_names)):
+                return f"{kind.__name__} has hooks, or steps more than once"
+            if not f"{kind.__module__}.".startswith(KNOWN_OPTIMIZERS):
+                return f"{kind.__name__} is not an optimizer of torch or transformers"
+            states = [update["steps"][index]["states"] for update in self.updates]
+            try:
+                changed = stepped(kind, optimizer.defaults, step, states, before, used)
+            except Exception as error:  # an optimizer's own code may raise any error
+                return f"{kind.__name__}: {type(error).__name__}: {error}"
+            for name, weight in changed.items():
+                change, expected = after[name].float() - before[name].float(), weight.float() - before[name].float()
+                size = max(norm(expected), 1e-6 * norm(before[name]))
+                if size and (difference := norm(change - expected) / size) > 10 * EXACT:
+                    self._report(
+                        "step",
+                        step["line"],
+                        name=name,
+                        apart=difference,
+                        optimizer=kind.__name__,
+                    )
+                    return ""
+        return ""
+
+
+def _finite(tensor: "torch.Tensor | None") -> bool:
+    return tensor is None or bool(tensor.isfinite().all())

@@ -1,0 +1,153 @@
+"""`accel-fsdp launch` of any script: it runs as Python runs it, and a hang ends and says where the ranks were."""
+
+import re
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+from conftest import Finished, accel_fsdp, at_once, made_yaml
+
+from accel_fsdp.launch import launcher
+
+SECONDS = "15"
+BEGIN = """
+import hashlib, os, sys, time
+from accel_fsdp import cpu
+cpu.enable()
+import torch
+import torch.distributed as dist
+
+def sleep():
+    time.sleep(1000)
+"""
+DDP = """
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+if dist.get_rank():
+    sleep()
+model(torch.ones(2, 4)).sum().backward()
+"""
+ACCELERATE = """
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for step in range(3):
+    if step == 2 and accelerator.process_index == 1:
+        sleep()
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+"""
+TRAINER = """
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+class Sleeps(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 1 and args.process_index == 1:
+            sleep()
+
+config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 16
+args = TrainingArguments("OUT", max_steps=3, report_to="none", save_strategy="no", per_device_train_batch_size=1)
+from accel_fsdp import HangTimeout
+Trainer(LlamaForCausalLM(config), args, train_dataset=rows, callbacks=[Sleeps(), HangTimeout()]).train()
+"""
+
+
+def yaml_of(folder: Path) -> Path:
+    """The YAML of a job with two ranks."""
+    path = folder / "job.yaml"
+    path.write_text(made_yaml(model="llama-3.1-8b", num_processes="2", mixed_precision="no"))
+    return path
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    return yaml_of(tmp_path)
+
+
+SLEEPING = {
+    "torch": (DDP, r"  rank 0: \S+own\.py:14 in <module>$"),
+    "accelerate": (ACCELERATE, r"  rank 0: (\w+, )?\S+own\.py:18 in <module>$"),
+    "trainer": (TRAINER, r"  rank 0: (\w+, )?\S+\.py:\d+ in \w+$"),
+}
+
+
+@pytest.fixture(scope="module")
+def asleep(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
+    """How each script ended, all launched at the same time."""
+    launches = []
+    for kind, (body, _) in SLEEPING.items():
+        folder = tmp_path_factory.mktemp(kind)
+        job, script = yaml_of(folder), folder / "own.py"
+        if body == ACCELERATE:
+            text = job.read_text().replace("TRANSFORMER_BASED_WRAP", "NO_WRAP")
+            job.write_text(re.sub(r".*layer_cls.*\n", "", text))
+        script.write_text(BEGIN.removeprefix("\n") + body.replace("OUT", str(folder / "run")))
+        launches.append(partial(accel_fsdp, "launch", "--no-check", "--hang-timeout", SECONDS, job, script))
+    return dict(zip(SLEEPING, at_once(launches), strict=True))
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("kind", SLEEPING)
+def test_a_rank_that_sleeps_ends_the_job_which_says_where_ranks_were(kind: str, asleep: dict[str, Finished]) -> None:
+    ended, (_, waits) = asleep[kind], SLEEPING[kind]
+    assert ended.code == 1, ended.output
+    assert re.search(waits, ended.output, re.MULTILINE), ended.output
+    assert re.search(r"  rank 1: \S+own\.py:8 in sleep$", ended.output, re.MULTILINE), ended.output
+    folder = re.search(r"their stacks are in (\S+):", ended.output)
+    assert folder is not None
+    stacks = Path(folder[1])
+    assert 'own.py", line 8 in sleep' in (stacks / "rank_1").read_text()
+    shutil.rmtree(stacks)
+
+
+SCRIPTS = {
+    "names": "import sys, own_helper\nprint(sorted(globals()), __name__, __file__, __spec__, sys.argv, sys.path[0])\n",
+    "spawn": (
+        "import multiprocessing\nclass Own:\n    pass\ndef show(own): print(type(own), flush=True)\n"
+        "spawn = multiprocessing.get_context('spawn')\n"
+        "if __name__ == '__main__':\n    own = spawn.Process(target=show, args=(Own(),))\n    own.start(); own.join()\n"
+    ),
+    "error": "def f():\n    raise ValueError('x')\ntry:\n    f()\nexcept ValueError as error:\n    {}['a']\n",
+    "hook": "import sys\nsys.excepthook = lambda *all: print('own', all[0])\n1 / 0\n",
+    "syntax": "print(1)\nif:\n",
+    "exit": "import sys, atexit\natexit.register(print, 'last')\nsys.exit('why')\n",
+    "code": "raise SystemExit(7)\n",
+    "thread": (
+        "import pickle, sys, threading, time\nclass Own:\n    pass\n"
+        "def later():\n    time.sleep(0.3)\n    print(pickle.loads(pickle.dumps(Own())), sys.argv)\n"
+        "Own.__repr__ = lambda own: 'Own'\nthreading.Thread(target=later).start()\n"
+    ),
+}
+
+
+@pytest.mark.slow(but=3)
+@pytest.mark.parametrize(
+    ("kind", "before"),
+    [
+        *((kind, (launcher.LEAVES_STACKS,)) for kind in SCRIPTS),
+        *((kind, (launcher.ON_CPU,)) for kind in ("names", "error")),
+    ],
+)
+def test_a_script_of_a_launch_runs_as_python_runs_it(kind: str, before: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(SCRIPTS[kind])
+    (tmp_path / "own_helper.py").touch()
+
+    def run(*before: str) -> tuple[int, str, str]:
+        words = [sys.executable, *before, "own.py", "--a", "b"]
+        done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+        return done.returncode, done.stdout, done.stderr
+
+    assert run(*before) == run()
+
+
+@pytest.mark.parametrize("seconds", ["-1", "inf", "nan"])
+def test_a_time_that_cannot_be(seconds: str, job: Path) -> None:
+    refused = accel_fsdp("launch", "--hang-timeout", seconds, job, "own.py")
+    assert refused.code == 2
+    assert f"error: --hang-timeout {seconds}" in refused.output
