@@ -12,7 +12,6 @@ import torch
 from accel_fsdp import atomic_files, console, untrusted_files
 from accel_fsdp.checkpoints import (
     CheckpointLocation,
-    Weights,
     discover,
     file_names,
     open_checkpoint,
@@ -23,8 +22,8 @@ from accel_fsdp.config import DTYPES
 from accel_fsdp.errors import UsageError, UserError, nearest
 from accel_fsdp.exporter import (
     companion_files,
+    contents,
     hub,
-    merge_lora,
     outcome,
     refusals,
     transformers_probe,
@@ -203,11 +202,14 @@ class _Export:
         weights = open_checkpoint.read(self.checkpoint, adapter=options.adapter, shapes=shapes)
         is_adapter = bool(weights.adapter) and not options.merge_adapter
         refusals.check_weights(options, weights, companions)
-        if options.merge_adapter:
-            _check_adapter(weights, companions)
+        contents.check_matrices(weights.adapter)
         dtype = options.dtype if is_adapter else dtype
-        planner = Planner(weights, companions, _torch_dtype(dtype), options.merge_adapter)
-        outputs = planner.outputs(None if is_adapter else description)
+        if is_adapter:
+            outputs = contents.named(weights.adapter, _torch_dtype(dtype))
+        else:
+            planner = Planner(weights, companions, _torch_dtype(dtype))
+            planner = planner.merged(description) if options.merge_adapter else planner
+            outputs = planner.outputs(description)
         with atomic_files.replaced_folder(self.out, sync=not options.no_sync) as folder:
             total = sum(output.size_bytes for output in outputs)
             refusals.check_space(self.out, total, wide=any(output.dtype.itemsize >= 4 for output in outputs))
@@ -245,20 +247,14 @@ class _Export:
         if options.verify == "bytes" or options.format == "pth":
             return report
         if is_adapter:
-            return verification.same_as_peft(report, *transformers_probe.describe_adapter(folder, companions.folder))
+            model = transformers_probe.adapted(companions.settings, companions.folder)
+            return verification.same_as_peft(report, *transformers_probe.adapter_shapes(model))
         transformers_probe.loads(folder)
         return report.proven("names, shapes and ties are the config's, and from_pretrained loads all of it")
 
 
 def _torch_dtype(name: str | None) -> torch.dtype | None:
     return getattr(torch, name) if name else None
-
-
-def _check_adapter(weights: Weights, companions: CompanionFiles) -> None:
-    assert companions.adapter  # else `check_weights` raised
-    merge_lora.check_settings(companions.settings, trained_base=bool(weights.tensors))
-    description = transformers_probe.describe_adapter(companions.adapter, companions.folder)
-    merge_lora.check_saved(weights.adapter, *description)
 
 
 def _disk_error(out: Path, error: OSError) -> UserError:
