@@ -54,9 +54,8 @@ def read(
 def _read(checkpoint: CheckpointLocation, optimizer: bool, adapter: str | None, shapes: Shapes | None) -> Weights:
     if checkpoint.kind == "safetensors":
         state = _full_optimizer(checkpoint) if optimizer else {}
-        of_ranks = checkpoint.weights.is_dir() and any(checkpoint.weights.glob(file_names.RANKS_MODEL))
         tensors = safetensors_files.of_place(checkpoint.weights)
-        return Weights(tensors, optimizer=split(state).optimizer, filed=not of_ranks)
+        return Weights(tensors, optimizer=split(state).optimizer, filed=True)
     if checkpoint.kind == "adapter":
         return Weights({}, safetensors_files.of_file(checkpoint.weights))
     if checkpoint.kind == "ZeRO":

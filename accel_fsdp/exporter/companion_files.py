@@ -22,12 +22,11 @@ COPIED = (
     *(file_names.PROCESSOR_TEMPLATE, "*.jinja", f"{file_names.MORE_TEMPLATES}/*.jinja"),
 )
 """Files that `save_pretrained` of tokenizers and processors writes. None of them is code."""
-IN_RUN = (*(pattern for pattern in COPIED if not pattern.startswith("*")), file_names.CHAT_TEMPLATE)
-"""Such files in a run's folder, which may be the user's project: without patterns that match any file of a type."""
+IN_RUN = (*(name for name in COPIED if not name.startswith("*") and name != file_names.CARD), file_names.CHAT_TEMPLATE)
+"""Such files in a run's folder, which may be the user's project: no card, no patterns that match all of a type."""
 CODE_KEYS = frozenset({"auto_map", "custom_pipelines"})
 """Keys of configs that name Python files beside them."""
 OWN = "transformers."
-CARD_TAG = "accel-fsdp"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -107,18 +106,12 @@ def _matching(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
 
 
 def _files_of_run(run: Path) -> Iterator[Path]:
-    """Files that training writes into a run's folder: the model, its companion files, and the record of the run."""
+    """The companion files in a run's folder, if it is also that of a model."""
     is_model = bool(
         summary.read_json(run / file_names.CONFIG).get("model_type")
         or summary.read_json(run / file_names.ADAPTER_CONFIG).get("peft_type")
     )
-    for path in _matching(run, IN_RUN):
-        if path.name == file_names.CARD:
-            of_training = CARD_TAG in (untrusted_files.read_text(path, within=run) or "").partition("\n---")[0].split()
-        else:
-            of_training = is_model
-        if of_training:
-            yield path
+    return _matching(run, IN_RUN) if is_model else iter(())
 
 
 def _copy(path: Path, copy: Path, folder: Path) -> None:

@@ -91,19 +91,6 @@ def test_links_to_folders_and_to_nothing_are_named(name: str, target: str, expor
         export(out, check=True)
 
 
-@pytest.mark.parametrize("report", [True, False])
-@pytest.mark.parametrize("name", ["modeling_x.py", "inner/tokenization_x.py", "kernel.so"])
-def test_code_from_elsewhere_is_named(name: str, report: bool, exported: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    shutil.copytree(exported / "out", out)
-    (out / name).parent.mkdir(exist_ok=True)
-    (out / name).write_text("raise SystemExit")
-    if not report:
-        (out / "export.json").unlink()
-    with pytest.raises(UserError, match=f"holds code that isn't part of an export: {name}"):
-        export(out, check=True)
-
-
 @pytest.mark.parametrize("format", ["safetensors", "pth"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -347,9 +347,7 @@ def test_ended_at_any_moment(number: int, trained_run: Path, whole_export: tuple
             codes = (0, -number, 128 + number)  # it had ended; Python itself was starting; it cleaned up
             assert process.returncode in codes
             assert "resource_tracker" not in output
-            finished = "after the export had finished" in output
-            assert ("OUT is as it was" in output or finished) == (process.returncode == 128 + number)
-            assert not finished or (out / "model.safetensors").read_bytes() == new
+            assert ("OUT is as it was" in output) == (process.returncode == 128 + number)
             assert [path.name for path in tmp_path.iterdir()] == ["out"]
     export(trained_run, out, force=True)
     assert (out / "model.safetensors").read_bytes() == new
@@ -509,23 +507,6 @@ def test_weights_are_enough(run_folder: Path, tmp_path: Path) -> None:
         export(run_folder, tmp_path / "other")
 
 
-def test_a_checkpoint_that_has_lost_its_marker(
-    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Without it nothing shows that two ranks' files were exchanged. Plain Trainer's checkpoints never have one."""
-    folder, lost = run_folder / "checkpoint-1", "no complete.json: shards that were exchanged"
-    (folder / "trainer_state.json").write_text("{}")
-    export(run_folder, tmp_path / "unmarked")
-    assert lost in " ".join(capsys.readouterr().err.split())
-    completeness.seal(folder, Origin("FSDP"))
-    export(run_folder, tmp_path / "marked")
-    assert lost not in capsys.readouterr().err
-    (folder / file_names.MARKER).unlink()
-    described = (run_folder / "model").rename(tmp_path / "described")
-    export(run_folder, tmp_path / "plain", model=str(described))
-    assert lost not in capsys.readouterr().err
-
-
 def test_local_state_dicts_are_named(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoint-3"
     folder.mkdir(parents=True)
@@ -675,7 +656,7 @@ def test_a_push_that_cannot_begin(run_folder: Path, tmp_path: Path) -> None:
         ("config.json", lambda text: text.replace("10000.0", "10001.0"), "config.json was changed after the export"),
         ("config.json", None, "config.json is missing"),
         ("pytorch_model.bin", str, "pytorch_model.bin was not exported"),
-        ("inner/x.py", str, "holds code that isn't part of an export: inner/x.py"),
+        ("inner/x.py", str, "inner/x.py was not exported"),
         ("README.md", str, ""),
         (".gitattributes", str, ""),
     ],

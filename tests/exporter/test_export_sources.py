@@ -4,7 +4,6 @@ import contextlib
 import errno
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import save as save_dcp
 from transformers import AutoModelForCausalLM
 
-from accel_fsdp import atomic_files, cli
+from accel_fsdp import atomic_files
 from accel_fsdp.checkpoints import discover, summary
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.exporter import command, refusals
@@ -141,17 +140,12 @@ def hold_another_version(folder: Path) -> None:
     save_file({**tensors, HEAD: torch.zeros(3, 3)}, path, {"format": "pt"})
 
 
-def hold_two_models(folder: Path) -> None:
-    shutil.copy(other_shard(folder), folder / "shard-00001-model-00001-of-00001.safetensors")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (list_one_more, r"index\.json lists model\.extra\.weight in \S+, which doesn't hold it\n"),
         (list_elsewhere, r"index\.json lists \S+ in model-\S+, which doesn't hold it, while another file does\n"),
         (hold_another_version, rf"holds a {HEAD} that differs from the one in model-"),
-        (hold_two_models, "holds two models"),
     ],
 )
 def test_an_index_and_its_files_agree(
@@ -246,26 +240,6 @@ def test_a_full_disk_is_told_all_that_is_needed(
         assert caught.value.fix.endswith(advice)
 
 
-@pytest.mark.parametrize("old", [True, False])
-def test_an_interrupt_after_the_export_does_not_deny_it(
-    old: bool, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    words = ["export", str(tiny_model), str(tmp_path / "out"), "--verify", "bytes"]
-    if old:
-        assert cli.call(words) == 0
-    monkeypatch.setattr(sys, "argv", ["accel-fsdp", *words, *(["--force"] if old else [])])
-    for place, left in (("_find_and_export", "OUT is as it was"), ("_show", "is new and complete")):
-        with monkeypatch.context() as patch:
-            patch.setattr(command, place, interrupt)
-            with pytest.raises(SystemExit):
-                cli.main()
-        output = capsys.readouterr().err
-        assert left in output.strip().splitlines()[-1], output
-
-
 def test_lists_are_whole_without_a_terminal(tiny_model: Path, tmp_path: Path) -> None:
     """Names can be copied, and a file that is missing is listed once."""
     run = tmp_path / ("a_long_name_" * 12)
@@ -333,16 +307,14 @@ def test_a_file_that_is_named_is_the_one_that_is_read(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_adapter_beside_a_model(
-    crowd: Path, tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_adapter_beside_a_model(crowd: Path, tiny_model: Path, tmp_path: Path) -> None:
     path = crowd / "adapter_model.safetensors"
     given: dict[str, Any] = {"model": str(tiny_model)}
     assert export(path, tmp_path / "file", **given).keys() == load_file(path).keys()
-    assert HEAD in export(crowd, tmp_path / "folder", **given)
-    assert "passed over: the adapter" in capfd.readouterr().err
-    for src, out in ((path, "one"), (crowd, "two")):
-        export(src, tmp_path / out, merge_adapter=True, **given)
+    assert HEAD in export(crowd / "model.safetensors", tmp_path / "whole", **given)
+    with pytest.raises(UsageError, match="holds a model and an adapter"):
+        export(crowd, tmp_path / "folder", **given)
+    export(path, tmp_path / "one", merge_adapter=True, **given)
     with pytest.raises(UserError, match="--merge-adapter, and the checkpoint has no adapter"):
         export(crowd / "model.safetensors", tmp_path / "three", merge_adapter=True, **given)
     path.rename(crowd / "mine.safetensors")

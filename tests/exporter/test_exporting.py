@@ -27,9 +27,9 @@ from transformers import (
 )
 
 from accel_fsdp import exporter
-from accel_fsdp.checkpoints import Origin, completeness, deepspeed, discover, open_checkpoint
+from accel_fsdp.checkpoints import Origin, completeness, deepspeed, discover
 from accel_fsdp.errors import UserError
-from accel_fsdp.exporter import Description, Planner, companion_files, transformers_probe
+from accel_fsdp.exporter import companion_files
 
 WRITER = ROOT / "tests" / "sharded_writer.py"
 KINDS = ("fsdp1-1", "fsdp1-2", "fsdp1-tied-bf16", "fsdp2", "fsdp2-bf16", "fsdp2-tied")
@@ -297,24 +297,27 @@ def test_a_run_notes_what_its_exports_need(tiny_model: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("memory", "ties", "message"),
+    ("config", "message"),
     [
-        ({"a": (2, 3), "b": (2, 3), "c": (1,)}, (), "c is missing"),
-        ({"a": (2, 3)}, (), "b is unexpected"),
-        ({"a": (2, 3), "b": (3, 2)}, (), r"b is \[2, 3\], the config says \[3, 2\]"),
-        ({"a": (2, 3)}, (("a", "b"),), "a and b differ, and the config ties them"),
+        ({"attention_bias": True}, r"q_proj\.bias is missing"),
+        ({"num_hidden_layers": 1}, r"model\.layers\.1\.\S+ is unexpected"),
+        ({"intermediate_size": 8}, r"is \[\d+, 36\], the config says \[8, 36\]"),
+        ({"tie_word_embeddings": True}, "model.embed_tokens.weight and lm_head.weight differ, and the config ties"),
+        ({"num_attention_heads": 0}, "can't use the config"),
+        ({"vocab_size": 1e3}, "can't use the config"),
+        ({"pad_token_id": 10**8}, "can't use the config"),
     ],
 )
 def test_another_model_than_the_config_says(
-    memory: dict[str, tuple[int, ...]], ties: Any, message: str, tmp_path: Path
+    config: dict[str, Any], message: str, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """What would load with random or wrong weights is refused; equal copies of a tied tensor are one."""
-    torch.save({"a": torch.ones(2, 3), "b": torch.zeros(2, 3)}, tmp_path / "model.pth")
-    (tmp_path / "config.json").write_text("{}")
-    location = discover.find(tmp_path)[0]
-    planner = Planner(open_checkpoint.read(location), companion_files.find(location, None), None)
+    """What would load with random or wrong weights is refused."""
+    without_weights(tiny_model, tmp_path / "run")
+    path = tmp_path / "run" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    torch.save(load_file(tiny_model / "model.safetensors"), tmp_path / "run" / "model.pth")
     with pytest.raises(UserError, match=message):
-        planner.outputs(Description(memory, memory, ties))
+        export(tmp_path / "run", tmp_path / "out")
 
 
 TWICE = {
@@ -411,14 +414,6 @@ def test_a_merge_of_adapted_embeddings(tiny_model: Path, tmp_path: Path) -> None
     weights = theirs.merge_and_unload().state_dict()
     for name, tensor in export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True).items():
         torch.testing.assert_close(tensor, weights[name], atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize(("key", "value"), [("num_attention_heads", 0), ("vocab_size", 1e3), ("pad_token_id", 10**8)])
-def test_a_config_that_cannot_be_built(key: str, value: float, tiny_model: Path, tmp_path: Path) -> None:
-    config = json.loads((tiny_model / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
-    with pytest.raises(UserError, match="can't build the model"):
-        transformers_probe.build(tmp_path)
 
 
 def test_frozen_parameters_under_zero1(tmp_path: Path) -> None:
