@@ -10,7 +10,7 @@ files, a folder for each parameter has its weight and moments, whole; from ZeRO-
 from collections.abc import Iterable, Iterator
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,7 +23,6 @@ from accel_fsdp.checkpoints.stored import Stored
 from accel_fsdp.errors import UserError
 from accel_fsdp.units import counted
 
-T = TypeVar("T")
 STATE = "optimizer_state_dict"
 FLAT_2, FLAT_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
 INNER_2, INNER_3 = "base_optimizer_state", STATE
@@ -33,22 +32,17 @@ WEIGHT, STEP = "fp32.pt", "step.pt"
 Paths = dict[tuple[str, ...], Stored]
 
 
-class Vector(NamedTuple):
-    """A flat tensor in a file."""
+class Span(NamedTuple):
+    """Elements `start` to `stop` of a flat tensor in a file."""
 
     file: SavedFile
     keys: tuple[Any, ...]
-    dtype: torch.dtype
-    elements: int
+    start: int
+    stop: int
 
     @classmethod
-    def at(cls, file: SavedFile, keys: tuple[Any, ...]) -> "Vector":
-        stored = file.stored(keys)
-        return cls(file, keys, stored.dtype, prod(stored.shape))
-
-
-Span = tuple[Vector, int, int]
-"""Elements `start` to `stop` of a vector."""
+    def whole(cls, file: SavedFile, keys: tuple[Any, ...]) -> "Span":
+        return cls(file, keys, 0, prod(file.stored(keys).shape))
 
 
 def read(folder: Path, optimizer_too: bool = False) -> Paths:
@@ -95,8 +89,7 @@ def _unpartitioned(model: list[SavedFile], stage: int) -> dict[str, Stored]:
     tensors = {name: model[0].stored(("module", name)) for name in saved if isinstance(module[name], torch.Tensor)}
     for name, shape in (first.get("frozen_param_shapes") or {}).items():
         keys = ("frozen_param_fragments", name)
-        vectors = [Vector.at(file, keys) for file in (model if stage == 3 else model[:1])]
-        tensors[name] = _joined(name, shape, map(_whole, vectors))
+        tensors[name] = _joined(name, shape, [Span.whole(file, keys) for file in (model if stage == 3 else model[:1])])
     return tensors
 
 
@@ -123,7 +116,7 @@ def _partitioned(first: dict[str, Any], optimizer: list[SavedFile], stage: int, 
     groups = range(len(state[flat]))
 
     def placed(keys: list[tuple[Any, ...]]) -> dict[str, Stored]:
-        ranks = [[Vector.at(file, (STATE, *of_group)) for of_group in keys] for file in optimizer]
+        ranks = [[Span.whole(file, (STATE, *of_group)) for of_group in keys] for file in optimizer]
         paddings = state.get("param_alignment_paddings")
         return _stage3(first, ranks) if stage == 3 else _stage2(first, ranks, paddings)
 
@@ -147,7 +140,7 @@ def _universal(folder: Path, groups: list[dict[str, Any]], optimizer_too: bool) 
                 continue
             file = SavedFile(path)
             is_vector = isinstance(file.content, torch.Tensor)
-            tensor = _joined(name, shape, [_whole(Vector.at(file, ()))]) if is_vector else file.stored(("param",))
+            tensor = _joined(name, shape, [Span.whole(file, ())]) if is_vector else file.stored(("param",))
             paths[(name,) if path.name == WEIGHT else ("optimizer", "state", name, path.stem)] = tensor
     return paths
 
@@ -194,10 +187,10 @@ def groups(folder: Path) -> list[tuple[list[str], dict[str, Any], dict[str, Any]
         raise _not_laid_out(folder, error) from error
 
 
-def _stage2(first: dict[str, Any], ranks: list[list[Vector]], paddings: Any) -> dict[str, Stored]:
+def _stage2(first: dict[str, Any], ranks: list[list[Span]], paddings: Any) -> dict[str, Stored]:
     tensors: dict[str, Stored] = {}
     for group, shapes in enumerate(first["param_shapes"]):
-        parts = [_whole(groups[group]) for groups in ranks]
+        parts = [groups[group] for groups in ranks]
         at = 0
         for number, (name, shape) in enumerate(shapes.items()):
             tensors[name] = _joined(name, shape, cut_spans(parts, at, at + prod(shape)))
@@ -205,42 +198,38 @@ def _stage2(first: dict[str, Any], ranks: list[list[Vector]], paddings: Any) -> 
     return tensors
 
 
-def _stage3(first: dict[str, Any], ranks: list[list[Vector]]) -> dict[str, Stored]:
+def _stage3(first: dict[str, Any], ranks: list[list[Span]]) -> dict[str, Stored]:
     offset = 0
     tensors: dict[str, Stored] = {}
     for shapes in first["param_shapes"]:
         for name, shape in shapes.items():
             share = -(-prod(shape) // len(ranks))
-            spans = [span for groups in ranks for span in cut_spans(map(_whole, groups), offset, offset + share)]
+            spans = [span for groups in ranks for span in cut_spans(groups, offset, offset + share)]
             tensors[name] = _joined(name, shape, spans)
             offset += share
     return tensors
 
 
-def _whole(vector: Vector) -> Span:
-    return vector, 0, vector.elements
-
-
-def cut_spans(spans: Iterable[tuple[T, int, int]], start: int, stop: int) -> Iterator[tuple[T, int, int]]:
+def cut_spans(spans: Iterable[Span], start: int, stop: int) -> Iterator[Span]:
     """Elements `start` to `stop` of spans laid end to end."""
     offset = 0
-    for vector, first, last in spans:
-        low, high = max(start, offset), min(stop, offset + last - first)
+    for span in spans:
+        low, high = max(start, offset), min(stop, offset + span.stop - span.start)
         if low < high:
-            yield vector, first + low - offset, first + high - offset
-        offset += last - first
+            yield span._replace(start=span.start + low - offset, stop=span.start + high - offset)
+        offset += span.stop - span.start
 
 
 def _joined(name: str, shape: Iterable[int], spans: Iterable[Span]) -> Stored:
     """A tensor of spans laid end to end; the remainder at the end is padding."""
     sizes = tuple(shape)
     parts, total = list(spans), prod(sizes)
-    if sum(stop - start for _, start, stop in parts) < total or not parts:
-        raise damaged(parts[0][0].file.path if parts else Path(name), f"and its siblings lack a part of {name}")
+    if sum(span.stop - span.start for span in parts) < total or not parts:
+        raise damaged(parts[0].file.path if parts else Path(name), f"and its siblings lack a part of {name}")
     parts = list(cut_spans(parts, 0, total)) or parts[:1]
 
     def load() -> torch.Tensor:
-        loaded = [vector.file.part(vector.keys, start, stop) for vector, start, stop in parts]
+        loaded = [span.file.part(span.keys, span.start, span.stop) for span in parts]
         return (loaded[0] if len(loaded) == 1 else torch.cat(loaded))[:total].view(sizes)
 
-    return Stored(sizes, parts[0][0].dtype, load)
+    return Stored(sizes, parts[0].file.stored(parts[0].keys).dtype, load)

@@ -167,12 +167,12 @@ class _Export:
 
     def run(self) -> ExportReport:
         started, options = time.monotonic(), self.options
-        companions = companion_files.find(self.checkpoint, options.model, options.merge_adapter, options.adapter)
+        companions = companion_files.find(self.checkpoint, options.model, options.merge_adapter)
         refusals.check_model(self.out, companions, self.checkpoint)
         dtype = options.dtype or companions.dtype
         description, unknown = self._described(companions, dtype)
         shapes = description.memory if description else None
-        weights = open_checkpoint.read(self.checkpoint, adapter=options.adapter, shapes=shapes)
+        weights = open_checkpoint.read(self.checkpoint, shapes=shapes)
         is_adapter = bool(weights.adapter) and not options.merge_adapter
         refusals.check_weights(options, weights, companions)
         contents.check_matrices(weights.adapter)

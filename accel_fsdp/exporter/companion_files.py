@@ -158,20 +158,11 @@ def describe(model: Any, tokenizer: Any, folder: Path) -> None:
             atomic_files.write_text(folder / file_names.CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def find(
-    checkpoint: CheckpointLocation, model: str | None, with_weights: bool = False, adapter_name: str | None = None
-) -> CompanionFiles:
-    """The companion files of a checkpoint: `model`'s if given, else those beside the weights or in the run's folder.
-
-    PEFT saves the settings of a named adapter in a folder of that name.
-    """
+def find(checkpoint: CheckpointLocation, model: str | None, with_weights: bool = False) -> CompanionFiles:
+    """The companion files of a checkpoint: `model`'s if given, else those beside the weights or in the run's folder."""
     near = tuple(dict.fromkeys(_folders_nearby(checkpoint)))
     run = near[-1] if near[-1] == checkpoint.folder.parent else None
-    adapter_folders = [folder / adapter_name for folder in near] if adapter_name else []
-    for folder in adapter_folders:
-        untrusted_files.check_folder(folder, folder.parent)
-    places = [*adapter_folders, *(near if adapter_name in (None, "default", checkpoint.folder.name) else ())]
-    adapter = next((folder for folder in places if (folder / file_names.ADAPTER_CONFIG).is_file()), None)
+    adapter = next((folder for folder in near if (folder / file_names.ADAPTER_CONFIG).is_file()), None)
     described = [folder for folder in near if (folder / file_names.CONFIG).is_file()]
     base, revision = _base(near, adapter) or (None, None)
     name = model or base

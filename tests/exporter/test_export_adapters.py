@@ -7,22 +7,17 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from runs import export
 from safetensors.torch import load_file, save_file
 from test_export_architectures import WHOLE, transposed_files
 from torch.distributed.checkpoint import save as save_dcp
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from accel_fsdp import exporter
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import companion_files
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 MODULES = ["q_proj", "up_proj"]
-
-
-def export(src: Path, out: Path, **options: Any) -> dict[str, torch.Tensor]:
-    assert exporter.run(exporter.ExportCommand(src, out, **{"verify": "bytes", "no_sync": True, **options})) == 0
-    return {name: tensor for path in out.glob("*model*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def trained(base: Path, name: str = "default", **settings: Any) -> PeftModel:
@@ -221,40 +216,17 @@ def test_a_changed_base_is_merged_where_the_checkpoint_holds_it(start: str, tiny
     same(merged, adapted.merge_and_unload().state_dict())
 
 
-@pytest.fixture(scope="module")
-def several(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[PeftModel, Path]:
-    """A checkpoint with two adapters, of other ranks and scales, as DPO leaves it."""
+def test_of_several_adapters_none_is_taken_in_silence(tiny_model: Path, tmp_path: Path) -> None:
+    """Of other ranks and scales, as DPO leaves them; as PEFT saves them, each has a folder."""
     adapted = trained(tiny_model, modules_to_save=["norm"])
     adapted.add_adapter("ref", LoraConfig(r=2, lora_alpha=32, target_modules=["q_proj"], modules_to_save=["norm"]))
     moved(adapted)
-    folder = tmp_path_factory.mktemp("several")
-    checkpoint_of(adapted, folder / "run")
-    adapted.save_pretrained(folder / "saved")
-    return adapted, folder
-
-
-@pytest.mark.parametrize("name", ["default", "ref"])
-def test_one_of_several_adapters(name: str, several: tuple[PeftModel, Path], tiny_model: Path, tmp_path: Path) -> None:
-    adapted, folder = several
-    ours = export(folder / "run", tmp_path / "out", adapter=name)
-    place = folder / "saved" / ("" if name == "default" else name)
-    theirs = load_file(place / "adapter_model.safetensors")
-    same(ours, {key: tensor for key, tensor in theirs.items() if key in ours})
-    assert {key for key in theirs if "lora" in key} <= ours.keys()
-    settings = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
-    assert settings["r"] == adapted.peft_config[name].r
-    same(export(place, tmp_path / "again", model=str(tiny_model)), theirs)
-    merged = export(folder / "run", tmp_path / "merged", adapter=name, merge_adapter=True)
-    base = AutoModelForCausalLM.from_pretrained(tiny_model)
-    same(merged, PeftModel.from_pretrained(base, tmp_path / "out").merge_and_unload().state_dict())
-
-
-def test_several_adapters_are_named(several: tuple[PeftModel, Path], tmp_path: Path) -> None:
-    _, folder = several
     with pytest.raises(UserError, match="holds 2 adapters: default, ref"):
-        export(folder / "run", tmp_path / "out")
-    with pytest.raises(UserError, match="--adapter reff: the checkpoint holds default, ref"):
-        export(folder / "run", tmp_path / "out", adapter="reff")
+        export(checkpoint_of(adapted, tmp_path / "run"), tmp_path / "out")
+    adapted.save_pretrained(tmp_path / "saved")
+    for name in ("", "ref"):
+        theirs = load_file(tmp_path / "saved" / name / "adapter_model.safetensors")
+        same(export(tmp_path / "saved" / name, tmp_path / f"out {name}", model=str(tiny_model)), theirs)
 
 
 def test_adapters_of_other_kinds_are_not_a_model(tiny_model: Path, tmp_path: Path) -> None:

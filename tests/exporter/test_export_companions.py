@@ -4,15 +4,14 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from runs import export
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from accel_fsdp import exporter
 from accel_fsdp.errors import UserError
 
 MAP = {"auto_map": {"AutoConfig": "x.X"}, "custom_pipelines": {"p": {"impl": "x.P"}}}
@@ -20,10 +19,6 @@ SETTINGS = (
     *("config.json", "generation_config.json", "tokenizer_config.json", "processor_config.json"),
     *("preprocessor_config.json", "video_preprocessor_config.json", "audio_tokenizer_config.json"),
 )
-
-
-def export(src: Path, out: Path, **options: Any) -> None:
-    assert exporter.run(exporter.ExportCommand(src, out, **{"verify": "bytes", "no_sync": True, **options})) == 0
 
 
 @pytest.fixture

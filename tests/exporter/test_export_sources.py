@@ -13,6 +13,7 @@ import torch
 from checking import V2, codes_of, subject
 from conftest import accel_fsdp
 from peft import LoraConfig, get_peft_model
+from runs import export
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import save as save_dcp
 from transformers import AutoModelForCausalLM
@@ -23,11 +24,6 @@ from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.exporter import command, refusals
 
 HEAD = "lm_head.weight"
-
-
-def export(src: Path, out: Path, **options: Any) -> dict[str, torch.Tensor]:
-    assert command.run(command.ExportCommand(src, out, **{"verify": "bytes", "no_sync": True, **options})) == 0
-    return {name: tensor for path in out.glob("*model*.safetensors") for name, tensor in load_file(path).items()}
 
 
 @pytest.fixture
@@ -112,7 +108,7 @@ def name_other_weights(folder: Path) -> None:
         (link_to_nothing(""), ".safetensors can't be read: it is a link to gone, where there is nothing"),
         (link_to_nothing("config.json"), "config.json can't be read: it is a link to gone, where there is nothing"),
         (link_alone_to_nothing, "/model.safetensors can't be read: it is a link to gone, where there is nothing"),
-        (name_other_weights, "/x.safetensors is missing, and the config names it"),
+        (name_other_weights, "config.json names other files: transformers_weights"),
     ],
 )
 def test_the_file_that_is_bad_is_named_with_its_fault(
@@ -162,36 +158,6 @@ def test_a_tensor_that_two_files_hold_alike(sharded: Path, tmp_path: Path) -> No
     path = other_shard(sharded)
     save_file({**load_file(path), HEAD: right[HEAD]}, path, {"format": "pt"})
     assert torch.equal(export(sharded, tmp_path / "out")[HEAD], right[HEAD])
-
-
-@pytest.mark.parametrize("kind", ["file", "index"])
-def test_weights_that_the_config_names(kind: str, sharded: Path, tiny_model: Path, tmp_path: Path) -> None:
-    """Another file or index than the usual one, as `from_pretrained` takes it; the export's config names none."""
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    with torch.no_grad():
-        model.lm_head.weight.zero_()
-    model.save_pretrained(tmp_path / "other", max_shard_size="100KB" if kind == "index" else "1GB")
-    name = {"file": "zeros.safetensors", "index": "zeros.safetensors.index.json"}[kind]
-    for path in (tmp_path / "other").glob("model*"):
-        renamed = name if kind == "file" or path.name.endswith(".json") else path.name.replace("model", "zeros")
-        content = path.read_bytes()
-        if path.name.endswith(".json"):
-            content = content.replace(b'"model-', b'"zeros-')
-        (sharded / renamed).write_bytes(content)
-    config = json.loads((sharded / "config.json").read_text())
-    (sharded / "config.json").write_text(json.dumps({**config, "transformers_weights": name}))
-    theirs = AutoModelForCausalLM.from_pretrained(sharded).state_dict()[HEAD]
-    assert not theirs.any()
-    assert torch.equal(export(sharded, tmp_path / "out")[HEAD], theirs)
-    assert "transformers_weights" not in json.loads((tmp_path / "out" / "config.json").read_text())
-
-
-@pytest.mark.parametrize("name", ["../other.safetensors", "model.bin", 3, "none.safetensors.index.json"])
-def test_weights_that_no_config_may_name(name: Any, sharded: Path, tmp_path: Path) -> None:
-    config = json.loads((sharded / "config.json").read_text())
-    (sharded / "config.json").write_text(json.dumps({**config, "transformers_weights": name}))
-    with pytest.raises(UserError, match=r"transformers_weights|outside of its folder|is missing"):
-        export(sharded, tmp_path / "out")
 
 
 @pytest.mark.filterwarnings("ignore")
