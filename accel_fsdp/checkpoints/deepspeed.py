@@ -3,8 +3,7 @@
 The layout is that of DeepSpeed 0.19 (`deepspeed/utils/zero_to_fp32.py` reads the same keys). ZeRO-1 and 2: each
 parameter group is one flat vector, cut into one part per rank. ZeRO-3: each parameter is cut into one part per rank,
 padded to equal lengths, and a rank's parts follow one after another in its flat groups. The optimizer's state has the
-same layout (`deepspeed/checkpoint/ds_to_universal.py`). That script makes universal checkpoints: beside the model's
-files, a folder for each parameter has its weight and moments, whole; from ZeRO-3 they are vectors of its elements.
+same layout.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accel_fsdp import untrusted_files
 from accel_fsdp.checkpoints import deepspeed_files, file_names, saved_files
 from accel_fsdp.checkpoints.deepspeed_files import numbers
 from accel_fsdp.checkpoints.safe_pickles import ERRORS, damaged
@@ -27,8 +25,6 @@ STATE = "optimizer_state_dict"
 FLAT_2, FLAT_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
 INNER_2, INNER_3 = "base_optimizer_state", STATE
 """The keys of a rank's flat weights, and of the optimizer's own state: of ZeRO-1 and 2, and of ZeRO-3."""
-WEIGHT, STEP = "fp32.pt", "step.pt"
-"""The files of a parameter's weight and of its number of steps in universal checkpoints; others are of its moments."""
 Paths = dict[tuple[str, ...], Stored]
 
 
@@ -55,7 +51,7 @@ def read(folder: Path, optimizer_too: bool = False) -> Paths:
         for pattern in (file_names.ZERO_MODELS, file_names.ZERO_OPTIMIZERS)
     ]
     model, optimizer = files
-    if not model or not (optimizer or deepspeed_files.is_universal(folder)):
+    if not model or not optimizer:
         raise damaged(folder, f"holds no {file_names.ZERO_OPTIMIZERS if model else file_names.ZERO_MODELS}")
     try:
         return _read(folder, model, optimizer, optimizer_too)
@@ -69,15 +65,10 @@ def _not_laid_out(folder: Path, error: Exception) -> UserError:
 
 def _read(folder: Path, model: list[SavedFile], optimizer: list[SavedFile], optimizer_too: bool) -> Paths:
     first = model[0].content
-    if deepspeed_files.is_universal(folder):
-        stage = int(saved_files.load(folder / file_names.UNIVERSAL_STATE)["zero_stage"])
-        trained = _universal(folder, first["param_shapes"], optimizer_too)
-    else:
-        stage = int(optimizer[0].content[STATE]["zero_stage"])
-        _check_ranks(folder, first, optimizer, len(model), stage)
-        trained = _partitioned(first, optimizer, stage, optimizer_too)
-    tensors = _unpartitioned(model, stage) if first.get("mp_world_size", 1) == 1 else {}
-    paths: Paths = {(name,): tensor for name, tensor in tensors.items()} | trained
+    stage = int(optimizer[0].content[STATE]["zero_stage"])
+    _check_ranks(folder, first, optimizer, len(model), stage)
+    paths: Paths = {(name,): tensor for name, tensor in _unpartitioned(model, stage).items()}
+    paths |= _partitioned(first, optimizer, stage, optimizer_too)
     return paths | {(copy,): paths[(name,)] for copy, name in first["shared_params"].items() if (name,) in paths}
 
 
@@ -100,8 +91,7 @@ def _check_ranks(folder: Path, first: dict[str, Any], optimizer: list[SavedFile]
         raise UserError(
             f"{folder} is of {first['mp_world_size']} tensor-parallel ranks",
             why="only the training code knows how tensor parallelism split the parameters",
-            fix=f"make it universal: python -m deepspeed.checkpoint.ds_to_universal --input_folder {folder} "
-            f"--output_folder {folder}_universal",
+            fix="in the training script: engine.save_16bit_model(FOLDER), and export that",
         )
     if len(optimizer) != ranks:
         raise damaged(folder, f"holds *_optim_states.pt of {counted(len(optimizer), 'rank')}, but {ranks} wrote it")
@@ -130,26 +120,6 @@ def _partitioned(first: dict[str, Any], optimizer: list[SavedFile], stage: int, 
     return paths
 
 
-def _universal(folder: Path, groups: list[dict[str, Any]], optimizer_too: bool) -> Paths:
-    """The trained parameters from their own folders."""
-    paths: Paths = {}
-    for name, shape in (item for shapes in groups for item in shapes.items()):
-        place = _of_parameter(folder, name)
-        for path in sorted({place / WEIGHT, *(place.glob("*.pt") if optimizer_too else ())}):
-            if path.name == STEP:
-                continue
-            file = SavedFile(path)
-            is_vector = isinstance(file.content, torch.Tensor)
-            tensor = _joined(name, shape, [Span.whole(file, ())]) if is_vector else file.stored(("param",))
-            paths[(name,) if path.name == WEIGHT else ("optimizer", "state", name, path.stem)] = tensor
-    return paths
-
-
-def _of_parameter(folder: Path, name: str) -> Path:
-    """A parameter's own folder in a universal checkpoint."""
-    return untrusted_files.inside(folder / file_names.UNIVERSAL, name, file_names.UNIVERSAL_STATE)
-
-
 def has_schedule(folder: Path) -> bool:
     """Whether DeepSpeed itself steps a schedule of the learning rate.
 
@@ -167,19 +137,14 @@ def groups(folder: Path) -> list[tuple[list[str], dict[str, Any], dict[str, Any]
     """
     try:
         shapes = saved_files.load(min(folder.glob(file_names.ZERO_MODELS)))["param_shapes"]
-        if deepspeed_files.is_universal(folder):
-            state = saved_files.load(folder / file_names.UNIVERSAL_STATE)
-        else:
-            state = saved_files.load(min(folder.glob(file_names.ZERO_OPTIMIZERS)))[STATE]
+        state = saved_files.load(min(folder.glob(file_names.ZERO_OPTIMIZERS)))[STATE]
         if state.get("dynamic_loss_scale"):
             raise deepspeed_files.scaled(folder)
         inner = state[INNER_3] if FLAT_3 in state else state.get(INNER_2, state)
         described = []
         for group in inner["param_groups"]:
             names = [name for number in group["params"] for name in shapes[number]]
-            steps = [_of_parameter(folder, name) / STEP for name in names[:1]]
-            states = [{"step": saved_files.load(path)} for path in steps if path.is_file()]
-            states += [inner.get("state", {}).get(number, {}) for number in group["params"]]
+            states = [inner.get("state", {}).get(number, {}) for number in group["params"]]
             shared = {key: value for key, value in next(iter(states), {}).items() if not getattr(value, "shape", ())}
             described.append((names, {key: value for key, value in group.items() if key != "params"}, shared))
         return described

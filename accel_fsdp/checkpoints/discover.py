@@ -145,14 +145,10 @@ def _zero(folder: Path) -> CheckpointLocation | None:
     place = deepspeed_files.folder_of(folder)
     if place is None:
         return None
-    is_universal = deepspeed_files.is_universal(place)
-    needed = (file_names.ZERO_MODELS, *(() if is_universal else (file_names.ZERO_OPTIMIZERS,)))
-    missing = [name for name in needed if not any(place.glob(name))]
-    spared = (file_names.GLOBAL_STEP,) if is_universal else ()  # the ranks' files, which it was made from
+    needed = (file_names.ZERO_MODELS, file_names.ZERO_OPTIMIZERS)
+    missing = [f"{place.name}/{name}" for name in needed if not any(place.glob(name))]
     outer = folder.parent if place == folder and deepspeed_files.is_inner(folder) else folder
-    return CheckpointLocation(
-        "ZeRO", outer, place, (*(f"{place.name}/{name}" for name in missing), *completeness.unfinished(outer, spared))
-    )
+    return CheckpointLocation("ZeRO", outer, place, (*missing, *completeness.unfinished(outer)))
 
 
 def _ranks(folder: Path) -> CheckpointLocation | None:

@@ -1,6 +1,5 @@
 """`accel-fsdp export` of what is damaged or evil, on full disks, and killed: OUT is complete or as it was."""
 
-import base64
 import contextlib
 import dataclasses
 import json
@@ -11,21 +10,19 @@ import re
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import runs
 import sharded
 import torch
-from conftest import ROOT, run
+from conftest import ROOT
+from huggingface_hub import HfApi, RepoUrl
 from runs import HEADS, INNER, export
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
@@ -42,7 +39,6 @@ from accel_fsdp.checkpoints import (
 )
 from accel_fsdp.checkpoints.safe_pickles import unpickle
 from accel_fsdp.errors import UsageError, UserError
-from accel_fsdp.exporter import hub as upload
 from accel_fsdp.exporter import transformers_probe
 from accel_fsdp.units import GIB
 
@@ -515,110 +511,29 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     assert max(peaks) < (128_000 * 252 * 4 + GIB) / 1024
 
 
-class Hub(BaseHTTPRequestHandler):
-    """As much of the hub as an upload speaks: repositories, what goes to LFS, its objects, a commit."""
+def test_push_to_the_hub(run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused once, the export stays; then all of it arrives. A name that the hub would refuse is refused first."""
+    out, pushed = tmp_path / "out", dict[str, bytes]()
 
-    objects: ClassVar[dict[str, bytes]] = {}
-    files: ClassVar[dict[str, str]] = {}
-    refuse_upload = False
+    def upload(_: HfApi, folder_path: Path, ignore_patterns: list[str], **__: Any) -> None:
+        if refuse:
+            raise OSError("no room")
+        paths = [path for path in folder_path.iterdir() if not any(path.match(name) for name in ignore_patterns)]
+        pushed.update({path.name: path.read_bytes() for path in paths})
 
-    def log_message(self, *_: Any) -> None:
-        pass
-
-    def answer(self, content: Any, code: int = 200) -> None:
-        body = json.dumps(content).encode()
-        self.send_response(code)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        home = f"http://{self.headers['Host']}"
-        if self.path == "/api/repos/create":
-            self.answer({"url": f"{home}/me/model", "id": "me/model", "name": json.loads(body)["name"]})
-        elif "/preupload/" in self.path:
-            modes = [
-                {
-                    "path": file["path"],
-                    "uploadMode": "lfs" if file["path"].endswith("tensors") else "regular",
-                    "shouldIgnore": False,
-                }
-                for file in json.loads(body)["files"]
-            ]
-            self.answer({"files": modes})
-        elif self.path.endswith("/objects/batch"):
-            wanted = [entry for entry in json.loads(body)["objects"] if entry["oid"] not in self.objects]
-            links = [{**name, "actions": {"upload": {"href": f"{home}/lfs/{name['oid']}"}}} for name in wanted]
-            self.answer({"transfer": "basic", "objects": links})
-        else:
-            for line in map(json.loads, body.splitlines()):
-                if line["key"] in ("file", "lfsFile"):
-                    value = line["value"]
-                    self.files[value["path"]] = value.get("oid") or base64.b64decode(value["content"]).decode()
-            self.answer(
-                {
-                    "commitUrl": f"{home}/me/model/commit/1",
-                    "commitOid": "1" * 40,
-                    "pullRequestUrl": None,
-                    "success": True,
-                }
-            )
-
-    def do_PUT(self) -> None:
-        content = self.rfile.read(int(self.headers["Content-Length"]))
-        if Hub.refuse_upload:
-            self.answer({"error": "no room"}, 507)
-            return
-        self.objects[self.path.rpartition("/")[2]] = content
-        self.answer({})
-
-    def do_GET(self) -> None:
-        self.answer({"error": "nothing here"}, 404)
-
-
-@pytest.fixture
-def hub() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-
-
-def test_push_to_the_hub(hub: str, run_folder: Path, tmp_path: Path) -> None:
-    """Refused once, the export stays; then all of it arrives."""
-    out = tmp_path / "out"
-    push = ["--verify", "bytes", "--push-to-hub", "me/model"]
-    env = {"HF_ENDPOINT": hub, "HF_TOKEN": "hf_x", "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
-    for refuse, words in ((True, [run_folder, out]), (False, ["--check", out])):
-        Hub.refuse_upload = refuse
-        command_line = [sys.executable, "-m", "accel_fsdp", "export", *words, *push]
-        finished = run(command_line, **env, HF_HOME=str(tmp_path / "home"))
-        assert finished.code == int(refuse), finished.output
-        assert "Traceback" not in finished.output
-        assert (out / "model.safetensors").exists()
-    assert "pushed: " in finished.output
-    assert Hub.files.keys() == {path.name for path in out.iterdir()}
-    assert Hub.objects[Hub.files["model.safetensors"]] == (out / "model.safetensors").read_bytes()
-    assert json.loads(Hub.files["config.json"])["model_type"] == "llama"
-
-
-@pytest.mark.slow
-def test_a_push_that_cannot_begin(run_folder: Path, tmp_path: Path) -> None:
-    """Nobody listens; a name that the hub would refuse."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        env = {"HF_ENDPOINT": f"http://127.0.0.1:{free.getsockname()[1]}", "HF_TOKEN": "hf_x", "HF_HUB_OFFLINE": "0"}
-        words = [sys.executable, "-m", "accel_fsdp", "export", run_folder, tmp_path / "out", "--verify", "bytes"]
-        finished = run([*words, "--push-to-hub", "me/model"], **env, HF_HOME=str(tmp_path / "home"))
-    assert finished.code == 1, finished.output
-    assert "Traceback" not in finished.output
-    assert f"accel-fsdp export --check {tmp_path / 'out'} --push-to-hub me/model" in " ".join(finished.output.split())
+    monkeypatch.setattr(HfApi, "create_repo", lambda _, name, **__: RepoUrl(f"https://huggingface.co/{name}"))
+    monkeypatch.setattr(HfApi, "upload_folder", upload)
+    refuse = True
+    with pytest.raises(UserError) as refused:
+        export(run_folder, out, push_to_hub="me/model")
+    assert f"accel-fsdp export --check {out} --push-to-hub me/model" in refused.value.fix
+    refuse = False
+    export(out, check=True, push_to_hub="me/model")
+    assert pushed == {path.name: path.read_bytes() for path in out.iterdir()}
     for name in ("me/my model", "a/b/c", "-x"):
         with pytest.raises(UsageError, match="not the name of a repository"):
-            upload.push(tmp_path / "out", name, private=False)
+            export(run_folder, tmp_path / "other", push_to_hub=name)
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize(

@@ -46,69 +46,63 @@ def test_addresses_are_no_folders_of_this_machine(
     assert not list(tmp_path.iterdir())
 
 
+INDEX = "model.safetensors.index.json"
+
+
+def edited(name: str, change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """A change of a JSON file of a folder."""
+
+    def edit(folder: Path) -> None:
+        content = json.loads((folder / name).read_text())
+        change(content)
+        (folder / name).write_text(json.dumps(content))
+
+    return edit
+
+
+def elsewhere(index: dict[str, Any]) -> None:
+    listed = index["weight_map"]
+    name = next(name for name, file in listed.items() if list(listed.values()).count(file) > 1)
+    listed[name] = next(file for file in listed.values() if file != listed[name])
+
+
+def linked(name: str, gone: str = "") -> Callable[[Path], None]:
+    """A link to nothing in the place of a file, or of all those of a pattern."""
+
+    def change(folder: Path) -> None:
+        path = folder / name if name else other_shard(folder)
+        for file in folder.glob(gone) if gone else [path]:
+            file.unlink()
+        path.symlink_to("gone")
+
+    return change
+
+
 def other_shard(folder: Path) -> Path:
     """A file of the index that doesn't hold the head."""
     listed = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     return folder / next(file for file in listed.values() if file != listed[HEAD])
 
 
-def list_one_more(folder: Path) -> None:
-    path = folder / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    index["weight_map"]["model.extra.weight"] = index["weight_map"][HEAD]
-    path.write_text(json.dumps(index))
-
-
-def list_elsewhere(folder: Path) -> None:
-    path = folder / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    listed = index["weight_map"]
-    name = next(name for name, file in listed.items() if list(listed.values()).count(file) > 1)
-    listed[name] = next(file for file in listed.values() if file != listed[name])
-    path.write_text(json.dumps(index))
-
-
-INDEX = "model.safetensors.index.json"
-
-
-def cut_the_index(folder: Path) -> None:
-    (folder / INDEX).write_text('{"weight_map"')
-
-
-def list_outside(folder: Path) -> None:
-    (folder / INDEX).write_text('{"weight_map": {"w": "../w.safetensors"}}')
-
-
-def link_to_nothing(name: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        path = folder / name if name else other_shard(folder)
-        path.unlink()
-        path.symlink_to("gone")
-
-    return change
-
-
-def link_alone_to_nothing(folder: Path) -> None:
-    for path in folder.glob("model*"):
-        path.unlink()
-    (folder / "model.safetensors").symlink_to("gone")
-
-
-def name_other_weights(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "transformers_weights": "x.safetensors"}))
-
-
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (cut_the_index, f"/{INDEX} is damaged or cut short: no JSON"),
-        (list_outside, f"/{INDEX} points to '../w.safetensors', outside of its folder"),
-        (link_to_nothing(INDEX), f"/{INDEX} can't be read: it is a link to gone, where there is nothing"),
-        (link_to_nothing(""), ".safetensors can't be read: it is a link to gone, where there is nothing"),
-        (link_to_nothing("config.json"), "config.json can't be read: it is a link to gone, where there is nothing"),
-        (link_alone_to_nothing, "/model.safetensors can't be read: it is a link to gone, where there is nothing"),
-        (name_other_weights, "config.json names other files: transformers_weights"),
+        (lambda folder: (folder / INDEX).write_text('{"weight_map"'), f"/{INDEX} is damaged or cut short: no JSON"),
+        (
+            edited(INDEX, lambda index: index["weight_map"].update(w="../w.safetensors")),
+            f"/{INDEX} points to '../w.safetensors', outside of its folder",
+        ),
+        (linked(INDEX), f"/{INDEX} can't be read: it is a link to gone, where there is nothing"),
+        (linked(""), ".safetensors can't be read: it is a link to gone, where there is nothing"),
+        (linked("config.json"), "config.json can't be read: it is a link to gone, where there is nothing"),
+        (
+            linked("model.safetensors", "model*"),
+            "/model.safetensors can't be read: it is a link to gone, where there is nothing",
+        ),
+        (
+            edited("config.json", lambda config: config.update(transformers_weights="x")),
+            "config.json names other files: transformers_weights",
+        ),
     ],
 )
 def test_the_file_that_is_bad_is_named_with_its_fault(
@@ -123,25 +117,32 @@ def test_the_file_that_is_bad_is_named_with_its_fault(
         assert what in refused.value.what
         assert "half-written" not in refused.value.why
         assert refused.value.fix.startswith(("copy that file again", "don't trust this", "put a file there"))
-    if change is not name_other_weights:
+    if "transformers_weights" not in what:
         with contextlib.suppress(UserError):
             facts = summary.read_checkpoint(sharded)
             assert [what in error.what for error in facts.broken] == [True]
             assert "AF812" not in codes_of(subject(V2, checkpoint=facts))
 
 
-def hold_another_version(folder: Path) -> None:
-    path = other_shard(folder)
-    tensors = load_file(path)
-    save_file({**tensors, HEAD: torch.zeros(3, 3)}, path, {"format": "pt"})
+def add_head(path: Path, head: torch.Tensor) -> None:
+    save_file({**load_file(path), HEAD: head}, path, {"format": "pt"})
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (list_one_more, r"index\.json lists model\.extra\.weight in \S+, which doesn't hold it\n"),
-        (list_elsewhere, r"index\.json lists \S+ in model-\S+, which doesn't hold it, while another file does\n"),
-        (hold_another_version, rf"holds a {HEAD} that differs from the one in model-"),
+        (
+            edited(INDEX, lambda index: index["weight_map"].update({"model.extra.weight": index["weight_map"][HEAD]})),
+            r"index\.json lists model\.extra\.weight in \S+, which doesn't hold it\n",
+        ),
+        (
+            edited(INDEX, elsewhere),
+            r"index\.json lists \S+ in model-\S+, which doesn't hold it, while another file does\n",
+        ),
+        (
+            lambda folder: add_head(other_shard(folder), torch.zeros(3, 3)),
+            rf"holds a {HEAD} that differs from the one in model-",
+        ),
     ],
 )
 def test_an_index_and_its_files_agree(
@@ -155,8 +156,7 @@ def test_an_index_and_its_files_agree(
 
 def test_a_tensor_that_two_files_hold_alike(sharded: Path, tmp_path: Path) -> None:
     right = export(sharded, tmp_path / "right")
-    path = other_shard(sharded)
-    save_file({**load_file(path), HEAD: right[HEAD]}, path, {"format": "pt"})
+    add_head(other_shard(sharded), right[HEAD])
     assert torch.equal(export(sharded, tmp_path / "out")[HEAD], right[HEAD])
 
 
