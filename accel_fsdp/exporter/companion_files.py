@@ -195,9 +195,7 @@ def _folders_nearby(checkpoint: CheckpointLocation) -> Iterator[Path]:
 
 
 def _base(near: tuple[Path, ...], adapter: Path | None) -> tuple[str, str | None] | None:
-    """The model that an adapter was trained on, and its revision. For a model: the one that run.json names if no config
-    is near; else None.
-    """
+    """The model that an adapter was trained on, and its revision; of a model that of run.json if no config is near."""
     records = (summary.read_json(folder / file_names.RUN) for folder in near)
     trained = (model for record in records if (model := _trained_model(record)))
     if adapter is not None:

@@ -68,10 +68,11 @@ def expected_tensors(
     rounding = _rounding({blueprint[name].dtype for name in casts}, saved_as)
     for name, dtype in casts.items():
         blueprint[name] = torch.empty_like(blueprint[name], dtype=dtype)
-    if isinstance(model, PeftModel):
-        ties, saved = (), get_peft_model_state_dict(model, state_dict=blueprint)
+    is_adapter = isinstance(model, PeftModel)
+    ties = () if is_adapter else ties_of(model)
+    if is_adapter:
+        saved = get_peft_model_state_dict(model, state_dict=blueprint)
     else:
-        ties = ties_of(model)
         saved = as_saved(model, without_tied_copies(blueprint, ties))
     specs = {name: Spec(tuple(t.shape), DTYPES[str(t.dtype).removeprefix("torch.")]) for name, t in saved.items()}
     return Expected(specs, ties, casts, gathered_bytes, rounding)

@@ -132,9 +132,9 @@ def adapted(settings: Mapping[str, Any], base: Path) -> "PeftModel":
         config = PeftConfig.from_peft_type(**{key: value for key, value in settings.items() if key not in BEGINNINGS})
         asked = getattr(config, "target_parameters", None)
         with torch.device("meta"):
-            wrapped = get_peft_model(model, config)  # type: ignore[arg-type]
+            wrapped = get_peft_model(model, config)
         if asked or not getattr(config, "target_parameters", None):
-            return wrapped  # type: ignore[return-value]
+            return wrapped
     except Exception as error:  # PEFT raises many kinds of errors for settings that were edited by hand
         raise UserError(
             f"PEFT can't build the adapter: {first_line(error)}",
