@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import ctypes
 import io
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,9 @@ from accel_fsdp.errors import UserError
 if TYPE_CHECKING:
     from accel_fsdp.checkpoints.stored import Stored
 
+M_MMAP_THRESHOLD, MAPPED_BYTES = -3, 1 << 18
+"""glibc gives the memory of blocks from this size on back at once (malloc.h). Its own threshold grows to that of the
+largest tensor that was freed, and smaller ones then stay in its heap, which grows with the checkpoint."""
 Keys = tuple[str, ...]
 
 
@@ -69,11 +73,12 @@ def _load(item: _Item, thread: ThreadPoolExecutor) -> Any:
 def read(folder: Path) -> "dict[Keys, Stored]":
     """All tensors of a folder by the keys of the nested state dict. Pickled values, such as rates, are skipped.
 
-    One thread loads them: in the main thread a signal would end the call that torch's own code makes, and be lost; in
-    a new thread for each tensor glibc would keep the memory of each.
+    One thread loads them: in the main thread a signal would end the call that torch's own code makes, and be lost.
     """
     from accel_fsdp.checkpoints.stored import Box, assembled, torch_dtype
 
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library than glibc
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
     tensors: dict[Keys, Stored] = {}
     thread = ThreadPoolExecutor(1)
     with _listing(folder) as (metadata, items):
