@@ -269,7 +269,7 @@ class Command:
     """`summary` is its line in the help, `place` the class of its flags, `run` the function that takes them.
 
     `cleaned`: the message of a command that cleans up when Ctrl-C, SIGTERM or SIGHUP ends it; `outcome`: the message of
-    the others at Ctrl-C. `finished` is a function that returns another sentence once the command has done its work.
+    the others at Ctrl-C.
     """
 
     summary: str
@@ -277,12 +277,11 @@ class Command:
     run: str | Callable[..., int]
     outcome: str = "nothing written"
     cleaned: str = ""
-    finished: str = ""
     has_script: bool = False
 
     def left(self) -> str:
         """A sentence on the files that remain if the command is ended now."""
-        return (_import(self.finished)() if self.finished else "") or self.cleaned or self.outcome
+        return self.cleaned or self.outcome
 
     def flags(self) -> type:
         flags_class: type = _import(self.place)
@@ -339,8 +338,7 @@ COMMANDS = {
         "Write a checkpoint as a verified Hugging Face folder, tensor by tensor: accel-fsdp export SRC OUT.",
         "accel_fsdp.exporter:ExportCommand",
         "accel_fsdp.exporter:run",
-        cleaned="OUT is as it was",
-        finished="accel_fsdp.exporter:finished",
+        cleaned="OUT is as it was, or the whole new export",
     ),
     "checkpoints": Command(
         "List a run's checkpoints with their losses; delete, compare, push or pull some.",

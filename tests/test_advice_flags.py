@@ -1,7 +1,6 @@
 """Every flag that an error's `fix:` names is one that the command which prints it has."""
 
 import ast
-import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +26,7 @@ COMMANDS = (
 )
 PROGRAM = re.compile(
     rf"accel-fsdp ({'|'.join(COMMANDS)})\b|\b(check) --"
-    r"|(accelerate launch)\b|(torchrun)\b|(train/sft\.py)|(pip) install|(srun)\b|(ds_to_universal)\b"
+    r"|(accelerate launch)\b|(torchrun)\b|(train/sft\.py)|(pip) install|(srun)\b"
 )
 """What a fix names before a flag: the flag is that program's. `check --fix FILE` is the linter's own short form."""
 PRINTED_BY = {
@@ -55,7 +54,6 @@ PRINTED_BY = {
 def known() -> dict[str, set[str]]:
     """The flags of each program, as its own parser has them."""
     from accelerate.commands.launch import launch_command_parser
-    from deepspeed.checkpoint.ds_to_universal import parse_arguments
     from torch.distributed.run import get_args_parser
 
     from accel_fsdp.training import arguments
@@ -72,7 +70,6 @@ def known() -> dict[str, set[str]]:
         for name, parser in parsers.items()
     }
     flags_of["train/sft.py"] |= flags_of["accelerate launch"]  # they stand on one command line
-    flags_of["ds_to_universal"] = set(FLAG.findall(inspect.getsource(parse_arguments)))
     return {name: {flag.replace("_", "-") for flag in flags} for name, flags in flags_of.items()} | {
         "pip": {"--upgrade"},
         "srun": {"--ntasks-per-node"},
@@ -106,7 +103,7 @@ def test_each_command_that_is_named_exists() -> None:
 
 
 @pytest.mark.slow(but=2)
-@pytest.mark.parametrize("program", ["train/sft.py", "ds_to_universal", "accelerate launch", "torchrun", "pip", "srun"])
+@pytest.mark.parametrize("program", ["train/sft.py", "accelerate launch", "torchrun", "pip", "srun"])
 def test_other_programs_know_the_flags_of_the_fixes(program: str, known: dict[str, set[str]]) -> None:
     flags_advised = [(flag, place) for name, flag, place in advised() if name == program]
     assert [f"{place} {flag}" for flag, place in flags_advised if flag not in known[program]] == []

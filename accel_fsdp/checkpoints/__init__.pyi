@@ -33,5 +33,4 @@ from .summary import CheckpointFacts as CheckpointFacts
 from .tensor_names import LORA as LORA
 from .tensor_names import TOKENS as TOKENS
 from .tensor_names import clean_name as clean_name
-from .tensor_names import pattern_of as pattern_of
 from .tensor_names import plain as plain

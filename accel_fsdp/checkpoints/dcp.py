@@ -4,12 +4,14 @@
 """
 
 import contextlib
+import ctypes
 import io
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_fsdp import untrusted_files
 from accel_fsdp.checkpoints import file_names
@@ -20,6 +22,9 @@ from accel_fsdp.errors import UserError
 if TYPE_CHECKING:
     from accel_fsdp.checkpoints.stored import Stored
 
+M_MMAP_THRESHOLD, MAPPED_BYTES = -3, 1 << 18
+"""glibc gives the memory of blocks from this size on back at once (malloc.h). Its own threshold grows to that of the
+largest tensor that was freed, and smaller ones then stay in its heap, which grows with the checkpoint."""
 Keys = tuple[str, ...]
 
 
@@ -55,46 +60,27 @@ class _Item(NamedTuple):
     length: int
 
 
-class _Part(io.RawIOBase):
-    """A part of an open file, as a file."""
+def _load(item: _Item, thread: ThreadPoolExecutor) -> Any:
+    from torch.distributed.checkpoint.utils import _create_file_view
 
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
-        self._file, self._start, self._length, self._at = file, start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")[: max(self._length - self._at, 0)]
-        self._file.seek(self._start + self._at)
-        count: int = self._file.readinto(view)  # type: ignore[attr-defined]
-        self._at += count
-        return count
-
-
-def _load(item: _Item) -> Any:
     from accel_fsdp.checkpoints import saved_files
 
-    with untrusted_files.opened(item.path) as file, ThreadPoolExecutor(1) as pool:
-        # in this thread a signal would end the call that torch's own code makes, and be lost
-        return pool.submit(saved_files.restricted, _Part(file, item.start, item.length), item.path).result()
+    with untrusted_files.opened(item.path) as file:
+        part = _create_file_view(file, item.start, item.length)  # type: ignore[arg-type]
+        return thread.submit(saved_files.restricted, part, item.path).result()
 
 
 def read(folder: Path) -> "dict[Keys, Stored]":
-    """All tensors of a folder by the keys of the nested state dict. Pickled values, such as rates, are skipped."""
+    """All tensors of a folder by the keys of the nested state dict. Pickled values, such as rates, are skipped.
+
+    One thread loads them: in the main thread a signal would end the call that torch's own code makes, and be lost.
+    """
     from accel_fsdp.checkpoints.stored import Box, assembled, torch_dtype
 
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library than glibc
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
     tensors: dict[Keys, Stored] = {}
+    thread = ThreadPoolExecutor(1)
     with _listing(folder) as (metadata, items):
         paths = metadata.get("planner_data") or {}
         for name, entry in metadata["state_dict_metadata"].items():
@@ -105,7 +91,7 @@ def read(folder: Path) -> "dict[Keys, Stored]":
                 offsets, sizes = _size(chunk.state["offsets"]), _size(chunk.state["sizes"])
                 if (item := items.get((name, offsets))) is None:
                     raise ValueError("a chunk without a place")
-                boxes.append(Box(item.path, offsets, sizes, lambda item=item: _load(item)))  # type: ignore[misc]
+                boxes.append(Box(item.path, offsets, sizes, partial(_load, item, thread)))
             dtype = torch_dtype(DTYPES[entry.state["properties"].state[0]])
             tensors[_path(paths.get(name) or (name,))] = assembled(name, _size(entry.state["size"]), dtype, boxes)
     return tensors
@@ -113,11 +99,11 @@ def read(folder: Path) -> "dict[Keys, Stored]":
 
 def listed(folder: Path, needed: Callable[[Keys], bool]) -> dict[Keys, Any]:
     """The keys of each entry of a folder, with its value if it is pickled and `needed` accepts the keys, else None."""
-    with _listing(folder) as (metadata, items):
+    with _listing(folder) as (metadata, items), ThreadPoolExecutor(1) as thread:
         nested = metadata.get("planner_data") or {}
         paths = {name: _path(nested.get(name) or (name,)) for name in metadata["state_dict_metadata"]}
         return {
-            path: _load(items[name, None]) if needed(path) and (name, None) in items else None
+            path: _load(items[name, None], thread) if needed(path) and (name, None) in items else None
             for name, path in paths.items()
         }
 

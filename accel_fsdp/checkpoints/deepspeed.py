@@ -3,18 +3,16 @@
 The layout is that of DeepSpeed 0.19 (`deepspeed/utils/zero_to_fp32.py` reads the same keys). ZeRO-1 and 2: each
 parameter group is one flat vector, cut into one part per rank. ZeRO-3: each parameter is cut into one part per rank,
 padded to equal lengths, and a rank's parts follow one after another in its flat groups. The optimizer's state has the
-same layout (`deepspeed/checkpoint/ds_to_universal.py`). That script makes universal checkpoints: beside the model's
-files, a folder for each parameter has its weight and moments, whole; from ZeRO-3 they are vectors of its elements.
+same layout.
 """
 
 from collections.abc import Iterable, Iterator
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
-from accel_fsdp import untrusted_files
 from accel_fsdp.checkpoints import deepspeed_files, file_names, saved_files
 from accel_fsdp.checkpoints.deepspeed_files import numbers
 from accel_fsdp.checkpoints.safe_pickles import ERRORS, damaged
@@ -23,32 +21,24 @@ from accel_fsdp.checkpoints.stored import Stored
 from accel_fsdp.errors import UserError
 from accel_fsdp.units import counted
 
-T = TypeVar("T")
 STATE = "optimizer_state_dict"
 FLAT_2, FLAT_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
 INNER_2, INNER_3 = "base_optimizer_state", STATE
 """The keys of a rank's flat weights, and of the optimizer's own state: of ZeRO-1 and 2, and of ZeRO-3."""
-WEIGHT, STEP = "fp32.pt", "step.pt"
-"""The files of a parameter's weight and of its number of steps in universal checkpoints; others are of its moments."""
 Paths = dict[tuple[str, ...], Stored]
 
 
-class Vector(NamedTuple):
-    """A flat tensor in a file."""
+class Span(NamedTuple):
+    """Elements `start` to `stop` of a flat tensor in a file."""
 
     file: SavedFile
     keys: tuple[Any, ...]
-    dtype: torch.dtype
-    elements: int
+    start: int
+    stop: int
 
     @classmethod
-    def at(cls, file: SavedFile, keys: tuple[Any, ...]) -> "Vector":
-        stored = file.stored(keys)
-        return cls(file, keys, stored.dtype, prod(stored.shape))
-
-
-Span = tuple[Vector, int, int]
-"""Elements `start` to `stop` of a vector."""
+    def whole(cls, file: SavedFile, keys: tuple[Any, ...]) -> "Span":
+        return cls(file, keys, 0, prod(file.stored(keys).shape))
 
 
 def read(folder: Path, optimizer_too: bool = False) -> Paths:
@@ -61,7 +51,7 @@ def read(folder: Path, optimizer_too: bool = False) -> Paths:
         for pattern in (file_names.ZERO_MODELS, file_names.ZERO_OPTIMIZERS)
     ]
     model, optimizer = files
-    if not model or not (optimizer or deepspeed_files.is_universal(folder)):
+    if not model or not optimizer:
         raise damaged(folder, f"holds no {file_names.ZERO_OPTIMIZERS if model else file_names.ZERO_MODELS}")
     try:
         return _read(folder, model, optimizer, optimizer_too)
@@ -75,15 +65,10 @@ def _not_laid_out(folder: Path, error: Exception) -> UserError:
 
 def _read(folder: Path, model: list[SavedFile], optimizer: list[SavedFile], optimizer_too: bool) -> Paths:
     first = model[0].content
-    if deepspeed_files.is_universal(folder):
-        stage = int(saved_files.load(folder / file_names.UNIVERSAL_STATE)["zero_stage"])
-        trained = _universal(folder, first["param_shapes"], optimizer_too)
-    else:
-        stage = int(optimizer[0].content[STATE]["zero_stage"])
-        _check_ranks(folder, first, optimizer, len(model), stage)
-        trained = _partitioned(first, optimizer, stage, optimizer_too)
-    tensors = _unpartitioned(model, stage) if first.get("mp_world_size", 1) == 1 else {}
-    paths: Paths = {(name,): tensor for name, tensor in tensors.items()} | trained
+    stage = int(optimizer[0].content[STATE]["zero_stage"])
+    _check_ranks(folder, first, optimizer, len(model), stage)
+    paths: Paths = {(name,): tensor for name, tensor in _unpartitioned(model, stage).items()}
+    paths |= _partitioned(first, optimizer, stage, optimizer_too)
     return paths | {(copy,): paths[(name,)] for copy, name in first["shared_params"].items() if (name,) in paths}
 
 
@@ -95,8 +80,7 @@ def _unpartitioned(model: list[SavedFile], stage: int) -> dict[str, Stored]:
     tensors = {name: model[0].stored(("module", name)) for name in saved if isinstance(module[name], torch.Tensor)}
     for name, shape in (first.get("frozen_param_shapes") or {}).items():
         keys = ("frozen_param_fragments", name)
-        vectors = [Vector.at(file, keys) for file in (model if stage == 3 else model[:1])]
-        tensors[name] = _joined(name, shape, map(_whole, vectors))
+        tensors[name] = _joined(name, shape, [Span.whole(file, keys) for file in (model if stage == 3 else model[:1])])
     return tensors
 
 
@@ -107,8 +91,7 @@ def _check_ranks(folder: Path, first: dict[str, Any], optimizer: list[SavedFile]
         raise UserError(
             f"{folder} is of {first['mp_world_size']} tensor-parallel ranks",
             why="only the training code knows how tensor parallelism split the parameters",
-            fix=f"make it universal: python -m deepspeed.checkpoint.ds_to_universal --input_folder {folder} "
-            f"--output_folder {folder}_universal",
+            fix="in the training script: engine.save_16bit_model(FOLDER), and export that",
         )
     if len(optimizer) != ranks:
         raise damaged(folder, f"holds *_optim_states.pt of {counted(len(optimizer), 'rank')}, but {ranks} wrote it")
@@ -123,7 +106,7 @@ def _partitioned(first: dict[str, Any], optimizer: list[SavedFile], stage: int, 
     groups = range(len(state[flat]))
 
     def placed(keys: list[tuple[Any, ...]]) -> dict[str, Stored]:
-        ranks = [[Vector.at(file, (STATE, *of_group)) for of_group in keys] for file in optimizer]
+        ranks = [[Span.whole(file, (STATE, *of_group)) for of_group in keys] for file in optimizer]
         paddings = state.get("param_alignment_paddings")
         return _stage3(first, ranks) if stage == 3 else _stage2(first, ranks, paddings)
 
@@ -137,26 +120,6 @@ def _partitioned(first: dict[str, Any], optimizer: list[SavedFile], stage: int, 
     return paths
 
 
-def _universal(folder: Path, groups: list[dict[str, Any]], optimizer_too: bool) -> Paths:
-    """The trained parameters from their own folders."""
-    paths: Paths = {}
-    for name, shape in (item for shapes in groups for item in shapes.items()):
-        place = _of_parameter(folder, name)
-        for path in sorted({place / WEIGHT, *(place.glob("*.pt") if optimizer_too else ())}):
-            if path.name == STEP:
-                continue
-            file = SavedFile(path)
-            is_vector = isinstance(file.content, torch.Tensor)
-            tensor = _joined(name, shape, [_whole(Vector.at(file, ()))]) if is_vector else file.stored(("param",))
-            paths[(name,) if path.name == WEIGHT else ("optimizer", "state", name, path.stem)] = tensor
-    return paths
-
-
-def _of_parameter(folder: Path, name: str) -> Path:
-    """A parameter's own folder in a universal checkpoint."""
-    return untrusted_files.inside(folder / file_names.UNIVERSAL, name, file_names.UNIVERSAL_STATE)
-
-
 def groups(folder: Path) -> list[tuple[list[str], dict[str, Any], dict[str, Any]]]:
     """Each of the optimizer's groups: its parameters' names, its settings, and the state that they share (`step`).
 
@@ -165,19 +128,14 @@ def groups(folder: Path) -> list[tuple[list[str], dict[str, Any], dict[str, Any]
     """
     try:
         shapes = saved_files.load(min(folder.glob(file_names.ZERO_MODELS)))["param_shapes"]
-        if deepspeed_files.is_universal(folder):
-            state = saved_files.load(folder / file_names.UNIVERSAL_STATE)
-        else:
-            state = saved_files.load(min(folder.glob(file_names.ZERO_OPTIMIZERS)))[STATE]
+        state = saved_files.load(min(folder.glob(file_names.ZERO_OPTIMIZERS)))[STATE]
         if state.get("dynamic_loss_scale"):
             raise deepspeed_files.scaled(folder)
         inner = state[INNER_3] if FLAT_3 in state else state.get(INNER_2, state)
         described = []
         for group in inner["param_groups"]:
             names = [name for number in group["params"] for name in shapes[number]]
-            steps = [_of_parameter(folder, name) / STEP for name in names[:1]]
-            states = [{"step": saved_files.load(path)} for path in steps if path.is_file()]
-            states += [inner.get("state", {}).get(number, {}) for number in group["params"]]
+            states = [inner.get("state", {}).get(number, {}) for number in group["params"]]
             shared = {key: value for key, value in next(iter(states), {}).items() if not getattr(value, "shape", ())}
             described.append((names, {key: value for key, value in group.items() if key != "params"}, shared))
         return described
@@ -185,10 +143,10 @@ def groups(folder: Path) -> list[tuple[list[str], dict[str, Any], dict[str, Any]
         raise _not_laid_out(folder, error) from error
 
 
-def _stage2(first: dict[str, Any], ranks: list[list[Vector]], paddings: Any) -> dict[str, Stored]:
+def _stage2(first: dict[str, Any], ranks: list[list[Span]], paddings: Any) -> dict[str, Stored]:
     tensors: dict[str, Stored] = {}
     for group, shapes in enumerate(first["param_shapes"]):
-        parts = [_whole(groups[group]) for groups in ranks]
+        parts = [groups[group] for groups in ranks]
         at = 0
         for number, (name, shape) in enumerate(shapes.items()):
             tensors[name] = _joined(name, shape, cut_spans(parts, at, at + prod(shape)))
@@ -196,42 +154,38 @@ def _stage2(first: dict[str, Any], ranks: list[list[Vector]], paddings: Any) -> 
     return tensors
 
 
-def _stage3(first: dict[str, Any], ranks: list[list[Vector]]) -> dict[str, Stored]:
+def _stage3(first: dict[str, Any], ranks: list[list[Span]]) -> dict[str, Stored]:
     offset = 0
     tensors: dict[str, Stored] = {}
     for shapes in first["param_shapes"]:
         for name, shape in shapes.items():
             share = -(-prod(shape) // len(ranks))
-            spans = [span for groups in ranks for span in cut_spans(map(_whole, groups), offset, offset + share)]
+            spans = [span for groups in ranks for span in cut_spans(groups, offset, offset + share)]
             tensors[name] = _joined(name, shape, spans)
             offset += share
     return tensors
 
 
-def _whole(vector: Vector) -> Span:
-    return vector, 0, vector.elements
-
-
-def cut_spans(spans: Iterable[tuple[T, int, int]], start: int, stop: int) -> Iterator[tuple[T, int, int]]:
+def cut_spans(spans: Iterable[Span], start: int, stop: int) -> Iterator[Span]:
     """Elements `start` to `stop` of spans laid end to end."""
     offset = 0
-    for vector, first, last in spans:
-        low, high = max(start, offset), min(stop, offset + last - first)
+    for span in spans:
+        low, high = max(start, offset), min(stop, offset + span.stop - span.start)
         if low < high:
-            yield vector, first + low - offset, first + high - offset
-        offset += last - first
+            yield span._replace(start=span.start + low - offset, stop=span.start + high - offset)
+        offset += span.stop - span.start
 
 
 def _joined(name: str, shape: Iterable[int], spans: Iterable[Span]) -> Stored:
     """A tensor of spans laid end to end; the remainder at the end is padding."""
     sizes = tuple(shape)
     parts, total = list(spans), prod(sizes)
-    if sum(stop - start for _, start, stop in parts) < total or not parts:
-        raise damaged(parts[0][0].file.path if parts else Path(name), f"and its siblings lack a part of {name}")
+    if sum(span.stop - span.start for span in parts) < total or not parts:
+        raise damaged(parts[0].file.path if parts else Path(name), f"and its siblings lack a part of {name}")
     parts = list(cut_spans(parts, 0, total)) or parts[:1]
 
     def load() -> torch.Tensor:
-        loaded = [vector.file.part(vector.keys, start, stop) for vector, start, stop in parts]
+        loaded = [span.file.part(span.keys, span.start, span.stop) for span in parts]
         return (loaded[0] if len(loaded) == 1 else torch.cat(loaded))[:total].view(sizes)
 
-    return Stored(sizes, parts[0][0].dtype, load)
+    return Stored(sizes, parts[0].file.stored(parts[0].keys).dtype, load)

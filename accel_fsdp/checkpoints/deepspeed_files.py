@@ -21,18 +21,14 @@ def folder_of(checkpoint: Path) -> Path | None:
 
     `Accelerator.save_state` names it `pytorch_model`, Trainer `global_stepN`.
     """
-    if any(checkpoint.glob(file_names.ZERO_OPTIMIZERS)) or is_universal(checkpoint):
+    if any(checkpoint.glob(file_names.ZERO_OPTIMIZERS)):
         return checkpoint
     name = latest(checkpoint)
     if name and Path(name).name == name and any((checkpoint / name).glob(file_names.ZERO_OPTIMIZERS)):
         return checkpoint / name
-    steps = checkpoint.glob(f"{file_names.GLOBAL_STEP}*")
-    return max(steps, key=lambda path: (numbers(path.name), not is_universal(path)), default=None)
-
-
-def is_universal(folder: Path) -> bool:
-    """Whether a folder has a folder for each parameter, instead of the ranks' files."""
-    return (folder / file_names.UNIVERSAL_STATE).is_file()
+    steps = list(checkpoint.glob(f"{file_names.GLOBAL_STEP}*"))
+    whole = [path for path in steps if any(path.glob(file_names.ZERO_OPTIMIZERS))]
+    return max(whole or steps, key=lambda path: numbers(path.name), default=None)
 
 
 def is_inner(folder: Path) -> bool:

@@ -17,7 +17,7 @@ from accel_fsdp.checkpoints import (
     summary,
     tensor_names,
 )
-from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.errors import UserError
 
 CheckpointKind = Literal["sharded (DCP)", "FSDP full", "safetensors", "adapter", "ZeRO", "files of ranks", "torch.save"]
 OPTIMIZERS = ("optim", file_names.OPTIMIZER)
@@ -67,8 +67,7 @@ def look(folder: Path) -> CheckpointLocation | None:
             # `atomic_files.replaced_folder` leaves such a folder behind if its process is killed
             is_temporary = folder.name.startswith(".") and folder.name.endswith(".tmp")
             missing = (*checkpoint.missing, *([completeness.ITS_END] if is_temporary else []))
-            each_once = {lack.split(" (")[0]: lack for lack in missing}
-            return replace(checkpoint, missing=tuple(each_once.values()))
+            return replace(checkpoint, missing=tuple({lack.split(" (")[0]: lack for lack in missing}.values()))
     return None
 
 
@@ -112,22 +111,9 @@ def check_bytes(checkpoint: CheckpointLocation) -> None:
         )
 
 
-def has_lost_marker(checkpoint: CheckpointLocation) -> bool:
-    """Whether a sharded checkpoint of `train/sft.py`, which marks each one, has no `complete.json`.
-
-    Its run is recognised by the description of the model beside the checkpoints.
-    """
-    folder = checkpoint.folder
-    is_ours = (folder / file_names.TRAINER_STATE).is_file() and (
-        (folder.parent / file_names.DESCRIBED / file_names.CONFIG).is_file()
-        or (folder.parent / file_names.RUN).is_file()
-    )
-    return checkpoint.kind == "sharded (DCP)" and is_ours and not (folder / file_names.MARKER).exists()
-
-
 def _safetensors(folder: Path) -> CheckpointLocation | None:
     try:
-        names = _names(folder)
+        names = summary.model_files(folder)[0]
         missing = [name for name in names if not untrusted_files.has(folder, name, file_names.INDEX)]
     except UserError as error:
         return CheckpointLocation(
@@ -138,43 +124,31 @@ def _safetensors(folder: Path) -> CheckpointLocation | None:
     return CheckpointLocation("safetensors", folder, folder, (*missing, *completeness.unfinished(folder)))
 
 
-def _names(folder: Path) -> list[str]:
-    """The safetensors files of a folder's model: those that from_pretrained loads, else each rank's."""
-    return summary.model_files(folder)[0] or [path.name for path in folder.glob(file_names.RANKS_MODEL)]
-
-
 def _adapter(folder: Path) -> CheckpointLocation | None:
     if not (folder / file_names.ADAPTER).is_file():
         return None
     missing = () if (folder / file_names.ADAPTER_CONFIG).is_file() else (file_names.ADAPTER_CONFIG,)
-    return CheckpointLocation(
-        "adapter", folder, folder / file_names.ADAPTER, (*missing, *completeness.unfinished(folder))
-    )
-
-
-def adapter_beside(checkpoint: CheckpointLocation) -> CheckpointLocation | None:
-    """The adapter in the folder of a whole model, if the checkpoint is that model."""
-    is_whole = checkpoint.kind == "safetensors" and checkpoint.weights == checkpoint.folder
-    return _adapter(checkpoint.folder) if is_whole else None
+    return _file("adapter", folder / file_names.ADAPTER, *missing)
 
 
 def _full(folder: Path) -> CheckpointLocation | None:
     path = folder / file_names.FULL_MODEL
-    return CheckpointLocation("FSDP full", folder, path, completeness.unfinished(folder)) if path.is_file() else None
+    return _file("FSDP full", path) if path.is_file() else None
+
+
+def _file(kind: CheckpointKind, path: Path, *missing: str) -> CheckpointLocation:
+    """A checkpoint whose weights are one file."""
+    return CheckpointLocation(kind, path.parent, path, (*missing, *completeness.unfinished(path.parent)))
 
 
 def _zero(folder: Path) -> CheckpointLocation | None:
     place = deepspeed_files.folder_of(folder)
     if place is None:
         return None
-    is_universal = deepspeed_files.is_universal(place)
-    needed = (file_names.ZERO_MODELS, *(() if is_universal else (file_names.ZERO_OPTIMIZERS,)))
-    missing = [name for name in needed if not any(place.glob(name))]
-    spared = (file_names.GLOBAL_STEP,) if is_universal else ()  # the ranks' files, which it was made from
+    needed = (file_names.ZERO_MODELS, file_names.ZERO_OPTIMIZERS)
+    missing = [f"{place.name}/{name}" for name in needed if not any(place.glob(name))]
     outer = folder.parent if place == folder and deepspeed_files.is_inner(folder) else folder
-    return CheckpointLocation(
-        "ZeRO", outer, place, (*(f"{place.name}/{name}" for name in missing), *completeness.unfinished(outer, spared))
-    )
+    return CheckpointLocation("ZeRO", outer, place, (*missing, *completeness.unfinished(outer)))
 
 
 def _ranks(folder: Path) -> CheckpointLocation | None:
@@ -209,11 +183,11 @@ def models(checkpoint: CheckpointLocation) -> list[CheckpointLocation]:
 
 
 def _single(folder: Path) -> CheckpointLocation | None:
-    paths = [path for kind in file_names.TORCH_SAVED for path in sorted(folder.glob(f"*{kind}")) if is_single(path)]
+    paths = [path for kind in file_names.TORCH_SAVED for path in sorted(folder.glob(f"*{kind}")) if _is_single(path)]
     return CheckpointLocation("torch.save", folder, paths[0]) if len(paths) == 1 else None
 
 
-def is_single(path: Path) -> bool:
+def _is_single(path: Path) -> bool:
     return path.suffix in file_names.TORCH_SAVED and not path.name.startswith(file_names.NOT_WEIGHTS)
 
 
@@ -280,24 +254,6 @@ def _check_links(checkpoint: CheckpointLocation, given_path: Path) -> None:
             untrusted_files.check_folder(part, given_path)
 
 
-def of_adapter(checkpoint: CheckpointLocation, name: str) -> CheckpointLocation:
-    """One of several adapters that PEFT saved: `default` in the folder itself, any other in a subfolder."""
-    untrusted_files.check_folder(checkpoint.folder / name, checkpoint.folder)
-    inner = _adapter(checkpoint.folder / name)
-    if inner is None and name != "default":
-        adapters = ["default", *others(checkpoint)]
-        raise UsageError(
-            f"--adapter {name}: {checkpoint.folder} holds {', '.join(adapters)}",
-            why="there is no adapter of that name to export",
-            fix=f"--adapter {adapters[-1]}",
-        )
-    return inner or checkpoint
-
-
-def others(checkpoint: CheckpointLocation) -> list[str]:
-    return [path.name for path in _folders(checkpoint.folder) if checkpoint.kind == "adapter" and _adapter(path)]
-
-
 def _checked_path(path: Path) -> Path:
     if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
         raise UserError(
@@ -319,14 +275,12 @@ def _checkpoint_in_file(path: Path) -> CheckpointLocation | None:
     if not path.is_file():
         return None
     if re.fullmatch(rf"{file_names.FSDP_MODEL}(_\d+)?\.bin", path.name):
-        return CheckpointLocation("FSDP full", path.parent, path, completeness.unfinished(path.parent))
+        return _file("FSDP full", path)
     if path.suffix == file_names.SAFETENSORS and not path.name.startswith(file_names.NOT_WEIGHTS):
         return _checkpoint_in_safetensors(path)
     if path in file_names.of_ranks(path.parent).values():
         return _ranks(path.parent)
-    if is_single(path):
-        return CheckpointLocation("torch.save", path.parent, path, completeness.unfinished(path.parent))
-    return None
+    return _file("torch.save", path) if _is_single(path) else None
 
 
 def _checkpoint_in_safetensors(path: Path) -> CheckpointLocation | None:
@@ -338,18 +292,16 @@ def _checkpoint_in_safetensors(path: Path) -> CheckpointLocation | None:
     folder = path.parent
     if path.name == file_names.ADAPTER:
         return _adapter(folder)
-    if path.name in _names(folder):
+    if path.name in summary.model_files(folder)[0]:
         return _safetensors(folder)
     if file_names.PART.search(path.name):
-        has_model = (folder / file_names.MODEL).is_file()
         raise UserError(
-            f"{path} is a part of a model, "
-            + (f"and {file_names.MODEL} beside it is the folder's model" if has_model else "and no index lists it"),
+            f"{path} is a part of a model, and {file_names.MODEL} or an index beside it lists other files",
             why="the other parts of the model would be missing",
-            fix=f"move {file_names.MODEL} away, or name that" if has_model else f"put {file_names.INDEX} beside it",
+            fix=f"move {file_names.MODEL} away, and put the part's {file_names.INDEX} beside it",
         )
     kind: CheckpointKind = "adapter" if tensor_names.is_adapted(safetensors_header.read(path)) else "safetensors"
-    return CheckpointLocation(kind, folder, path, completeness.unfinished(folder))
+    return _file(kind, path)
 
 
 def _not_found(path: Path, place: Path) -> UserError:

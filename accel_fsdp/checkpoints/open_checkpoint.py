@@ -8,7 +8,7 @@ from accel_fsdp.checkpoints.discover import CheckpointLocation
 from accel_fsdp.checkpoints.rank_files import Shapes
 from accel_fsdp.checkpoints.stored import Stored, same_bytes
 from accel_fsdp.checkpoints.tensor_names import clean_name
-from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.errors import UserError
 
 MODEL_KEYS = frozenset({"model", "module", "state_dict", "model_state_dict", "weights", "net", "app", "job", "state"})
 OPTIMIZER_KEYS = frozenset({"optim", "optimizer", "optimizers", "optimizer_state_dict", "optim_state_dict"})
@@ -29,18 +29,15 @@ class Weights:
     filed: bool = False
 
 
-def read(
-    place: CheckpointLocation, optimizer: bool = False, adapter: str | None = None, shapes: Shapes | None = None
-) -> Weights:
-    """Finds all tensors of a checkpoint without reading them. Of several adapters it takes the one named `adapter`.
+def read(place: CheckpointLocation, optimizer: bool = False, shapes: Shapes | None = None) -> Weights:
+    """Finds all tensors of a checkpoint without reading them.
 
     `shapes`: those of the model's config, which plain shards of ranks need.
 
     Raises:
-        UsageError: there are several adapters, and `adapter` names none of them.
-        UserError: a file is missing, damaged or not to be trusted, or there is no tensor.
+        UserError: a file is missing, damaged or not to be trusted, there is no tensor, or there are several adapters.
     """
-    weights = _read(place, optimizer, adapter, shapes)
+    weights = _read(place, optimizer, shapes)
     weights = weights if optimizer else replace(weights, optimizer={})  # it may be in the same files as the model
     if not weights.tensors and not weights.adapter:
         raise UserError(
@@ -51,24 +48,23 @@ def read(
     return weights
 
 
-def _read(checkpoint: CheckpointLocation, optimizer: bool, adapter: str | None, shapes: Shapes | None) -> Weights:
+def _read(checkpoint: CheckpointLocation, optimizer: bool, shapes: Shapes | None) -> Weights:
     if checkpoint.kind == "safetensors":
         state = _full_optimizer(checkpoint) if optimizer else {}
-        of_ranks = checkpoint.weights.is_dir() and any(checkpoint.weights.glob(file_names.RANKS_MODEL))
         tensors = safetensors_files.of_place(checkpoint.weights)
-        return Weights(tensors, optimizer=split(state).optimizer, filed=not of_ranks)
+        return Weights(tensors, optimizer=split(state).optimizer, filed=True)
     if checkpoint.kind == "adapter":
         return Weights({}, safetensors_files.of_file(checkpoint.weights))
     if checkpoint.kind == "ZeRO":
-        return split(deepspeed.read(checkpoint.weights, optimizer), adapter)
+        return split(deepspeed.read(checkpoint.weights, optimizer))
     if checkpoint.kind == "files of ranks":
-        return split(rank_files.read(checkpoint.weights, shapes), adapter)
+        return split(rank_files.read(checkpoint.weights, shapes))
     if checkpoint.kind == "sharded (DCP)":
         paths = dcp.read(checkpoint.weights)
         if optimizer and checkpoint.optimizer:
             paths |= dcp.read(checkpoint.optimizer)
-        return split(paths, adapter)
-    return split(saved_files.tensors(checkpoint.weights) | (_full_optimizer(checkpoint) if optimizer else {}), adapter)
+        return split(paths)
+    return split(saved_files.tensors(checkpoint.weights) | (_full_optimizer(checkpoint) if optimizer else {}))
 
 
 def _full_optimizer(checkpoint: CheckpointLocation) -> dict[tuple[str, ...], Stored]:
@@ -77,7 +73,7 @@ def _full_optimizer(checkpoint: CheckpointLocation) -> dict[tuple[str, ...], Sto
     return {("optimizer", *keys): s for keys, s in saved_files.tensors(path).items()} if path.is_file() else {}
 
 
-def split(paths: Paths, adapter: str | None = None) -> Weights:
+def split(paths: Paths) -> Weights:
     """Divides a nested state dict into model, adapter and optimizer; other tensors are a training loop's own."""
     inner = {path: stored for path, stored in paths.items() if len(path) > 1 and set(path[:-1]) <= MODEL_KEYS}
     model = inner or {path: stored for path, stored in paths.items() if len(path) == 1}
@@ -92,24 +88,13 @@ def split(paths: Paths, adapter: str | None = None) -> Weights:
             )
         return Weights(tensors, optimizer=optimizer)
     base, adapters = tensor_names.divided(tensors)
-    return Weights(base, _chosen_adapter(adapters, adapter), optimizer)
-
-
-def _chosen_adapter(adapters: Mapping[str, dict[str, Stored]], name: str | None) -> dict[str, Stored]:
-    names = ", ".join(sorted(adapters))
-    if name is not None and name not in adapters and any(adapters):
-        raise UsageError(
-            f"--adapter {name}: the checkpoint holds {names}",
-            why="there is no adapter of that name to export",
-            fix=f"--adapter {min(adapters)}",
-        )
-    if name is None and len(adapters) > 1:
-        raise UsageError(
-            f"the checkpoint holds {len(adapters)} adapters: {names}",
+    if len(adapters) > 1:
+        raise UserError(
+            f"the checkpoint holds {len(adapters)} adapters: {', '.join(sorted(adapters))}",
             why="an export holds one of them, and it is unclear which is meant",
-            fix=f"--adapter {min(adapters)}",
+            fix=f"in Python: model.save_pretrained(FOLDER, selected_adapters=['{min(adapters)}']), and export that",
         )
-    return adapters.get(name or "") or next(iter(adapters.values()))
+    return Weights(base, next(iter(adapters.values())), optimizer)
 
 
 def _by_name(paths: Paths) -> dict[str, Stored]:

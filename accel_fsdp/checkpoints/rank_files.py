@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from accel_fsdp.checkpoints import file_names
+from accel_fsdp.checkpoints import file_names, saved_files
 from accel_fsdp.checkpoints.safe_pickles import ERRORS, damaged
-from accel_fsdp.checkpoints.saved_files import SavedFile
+from accel_fsdp.checkpoints.saved_files import Keys, SavedFile
 from accel_fsdp.checkpoints.stored import Box, Stored, assembled, same_bytes, short_name
+from accel_fsdp.checkpoints.tensor_names import clean_name
 from accel_fsdp.errors import UserError
 
 Shapes = Mapping[str, tuple[int, ...]]
-Keys = tuple[str, ...]
 
 
-def read(folder: Path, shapes: Shapes | None) -> dict[Keys, Stored]:
+def read(folder: Path, shapes: Shapes | None) -> dict[tuple[str, ...], Stored]:
     """The model's tensors by their keys; `shapes` are those of its config, None if unknown.
 
     Raises:
@@ -30,16 +30,9 @@ def read(folder: Path, shapes: Shapes | None) -> dict[Keys, Stored]:
     """
     ranks = [SavedFile(path) for path in file_names.of_ranks(folder).values()]
     try:
-        return {keys: _tensor(keys, ranks, shapes) for keys in _keys(ranks[0].content, ())}
+        return {tuple(map(str, keys)): _tensor(keys, ranks, shapes) for keys in saved_files.keys_of(ranks[0].content)}
     except ERRORS as error:
         raise damaged(folder, f"holds files that don't belong together: {type(error).__name__} {error}") from error
-
-
-def _keys(content: Any, keys: Keys) -> list[Keys]:
-    if isinstance(content, torch.Tensor):
-        return [keys]
-    inner = content.items() if isinstance(content, dict) else ()
-    return [path for key, value in inner if isinstance(key, str) for path in _keys(value, (*keys, key))]
 
 
 def _tensor(keys: Keys, ranks: list[SavedFile], shapes: Shapes | None) -> Stored:
@@ -48,8 +41,8 @@ def _tensor(keys: Keys, ranks: list[SavedFile], shapes: Shapes | None) -> Stored
     if isinstance(tensor, DTensor):
         return _of_dtensors(keys, ranks, tensor)
     parts = [file.stored(keys) for file in ranks]
-    name = keys[-1]
-    expected = None if shapes is None else shapes.get(_plain(name))
+    name = str(keys[-1])
+    expected = None if shapes is None else shapes.get(clean_name(name).removeprefix("module."))
     if expected is not None and all(part.shape == expected for part in parts):
         if not all(same_bytes(parts[0], part) for part in parts[1:]):
             raise _unclear(ranks[0].path, f"{name} is whole in each rank's file, and differs between them")
@@ -65,12 +58,6 @@ def _tensor(keys: Keys, ranks: list[SavedFile], shapes: Shapes | None) -> Stored
     return assembled(name, expected, parts[0].dtype, boxes)
 
 
-def _plain(name: str) -> str:
-    from accel_fsdp.checkpoints.tensor_names import clean_name
-
-    return clean_name(name).removeprefix("module.")
-
-
 def _of_dtensors(keys: Keys, ranks: list[SavedFile], first: DTensor) -> Stored:
     mesh, shape = first.device_mesh.mesh, tuple(first.shape)
     if mesh.numel() != len(ranks):
@@ -81,7 +68,7 @@ def _of_dtensors(keys: Keys, ranks: list[SavedFile], first: DTensor) -> Stored:
         offsets, sizes = _box(shape, tuple(mesh.shape), place, _dtensor(file, keys).placements, file.path)
         if all(sizes):
             boxes.setdefault(offsets, Box(file.path, offsets, sizes, partial(_local, file, keys)))
-    return assembled(keys[-1], shape, first.dtype, list(boxes.values()))
+    return assembled(str(keys[-1]), shape, first.dtype, list(boxes.values()))
 
 
 def _dtensor(file: SavedFile, keys: Keys) -> DTensor:

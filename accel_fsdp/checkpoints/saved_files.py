@@ -98,15 +98,13 @@ class SavedFile:
 def tensors(path: Path) -> dict[tuple[str, ...], Stored]:
     """All tensors of a file by the keys that lead to them."""
     file = SavedFile(path)
-    return {tuple(map(str, keys)): file.stored(keys) for keys in _keys_of_tensors(file.content, ())}
+    return {tuple(map(str, keys)): file.stored(keys) for keys in keys_of(file.content)}
 
 
-def _keys_of_tensors(content: Any, keys: Keys) -> Iterator[Keys]:
+def keys_of(content: Any, keys: Keys = ()) -> Iterator[Keys]:
+    """The keys of each tensor of a content."""
     if isinstance(content, torch.Tensor):
         yield keys
-    elif isinstance(content, dict):
-        for key, value in content.items():
-            yield from _keys_of_tensors(value, (*keys, key))
-    elif isinstance(content, (list, tuple)):
-        for number, value in enumerate(content):
-            yield from _keys_of_tensors(value, (*keys, number))
+    inner = content.items() if isinstance(content, dict) else ()
+    for key, value in enumerate(content) if isinstance(content, (list, tuple)) else inner:
+        yield from keys_of(value, (*keys, key))

@@ -48,19 +48,13 @@ def _bytes(tensor: Tensor) -> bytes:
 def model_files(folder: Path) -> tuple[list[str], Mapping[str, str]]:
     """The safetensors files that `from_pretrained` opens in a model's folder, and what their index lists, if any.
 
-    They are the file that the config names as `transformers_weights`; else the single file; else the files of the
-    index.
+    They are the single file, else the files of the index.
     """
-    index_name = read_json(folder / file_names.CONFIG, folder).get("transformers_weights")
-    if index_name is None:
-        index_name = file_names.MODEL if (folder / file_names.MODEL).is_file() else file_names.INDEX
-    elif not isinstance(index_name, str) or not index_name.endswith((file_names.SAFETENSORS, file_names.INDEX_END)):
-        raise untrusted_files.broken(folder / file_names.CONFIG, "names transformers_weights that are not safetensors")
-    elif not untrusted_files.has(folder, index_name, file_names.CONFIG):
-        raise untrusted_files.broken(folder / index_name, "is missing, and the config names it")
-    if not index_name.endswith(file_names.INDEX_END):
-        return [index_name], {}
-    listed = weight_map(folder / index_name)
+    if read_json(folder / file_names.CONFIG, folder).get("transformers_weights") is not None:
+        raise untrusted_files.broken(folder / file_names.CONFIG, "names other files: transformers_weights")
+    if (folder / file_names.MODEL).is_file():
+        return [file_names.MODEL], {}
+    listed = weight_map(folder / file_names.INDEX)
     return sorted(set(listed.values())), listed
 
 

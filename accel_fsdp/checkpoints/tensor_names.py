@@ -82,10 +82,6 @@ def lacking(names: Iterable[str], needed: Iterable[str]) -> str:
     return plain(min(missing)) if missing else ""
 
 
-def pattern_of(key: str) -> str:
-    return rf"(.*\.)?({key})$"
-
-
 def plain(name: str) -> str:
     return WRAPPED.sub(".", name).removeprefix(PEFT_PREFIX)
 

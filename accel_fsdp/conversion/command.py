@@ -30,7 +30,7 @@ from accel_fsdp.models import first_line
 from accel_fsdp.units import counted, gb_or_mb
 
 ENGINES_OWN = (
-    *(file_names.MODELS, file_names.INDEX, file_names.TORCH_MODELS, file_names.TORCH_INDEX, file_names.RANKS_MODEL),
+    *(file_names.MODELS, file_names.INDEX, file_names.TORCH_MODELS, file_names.TORCH_INDEX),
     *(f"{file_names.OPTIMIZER}*", f"{file_names.LATEST}*", "zero_to_*.py", file_names.MARKER),
 )
 """Files of a checkpoint that aren't copied: they hold what is converted, or belong to the engine that wrote them."""

@@ -10,6 +10,5 @@ from .command import exported as exported
 from .command import run as run
 from .contents import Planner as Planner
 from .flags import ExportCommand as ExportCommand
-from .outcome import finished as finished
 from .transformers_probe import Description as Description
 from .verification import ExportReport as ExportReport

@@ -1,6 +1,5 @@
 """The command `accel-fsdp export`: find, plan, write, verify, rename."""
 
-import errno
 import json
 import re
 import time
@@ -12,20 +11,17 @@ import torch
 from accel_fsdp import atomic_files, console, untrusted_files
 from accel_fsdp.checkpoints import (
     CheckpointLocation,
-    Weights,
     discover,
     file_names,
     open_checkpoint,
-    resumed_pickles,
     store,
 )
 from accel_fsdp.config import DTYPES
 from accel_fsdp.errors import UsageError, UserError, nearest
 from accel_fsdp.exporter import (
     companion_files,
+    contents,
     hub,
-    merge_lora,
-    outcome,
     refusals,
     transformers_probe,
     verification,
@@ -69,7 +65,7 @@ def run(options: ExportCommand) -> int:
 
 def show_list(options: ExportCommand) -> int:
     listed = discover.listed(options.src) or [discover.find(options.src)[0]]
-    checkpoints = [_with_refused_pickles(model) for item in listed for model in discover.models(item)]
+    checkpoints = [model for item in listed for model in discover.models(item)]
     if options.json:
         keys = ("kind", "folder", "weights", "missing", "size_bytes")
         rows_of_keys = [{key: getattr(item, key) for key in keys} for item in checkpoints]
@@ -84,14 +80,6 @@ def show_list(options: ExportCommand) -> int:
     return 0
 
 
-def _with_refused_pickles(checkpoint: CheckpointLocation) -> CheckpointLocation:
-    """Counts a pickle that is damaged, or would run code when loaded, as a missing part."""
-    refused = resumed_pickles.refusal(checkpoint.folder)
-    if refused is None:
-        return checkpoint
-    return replace(checkpoint, missing=(*checkpoint.missing, f"a safe state: {refused.what}"))
-
-
 def _required_out(options: ExportCommand) -> Path:
     if options.out is None:
         raise UsageError("no OUT given", why="there is nowhere to write", fix="accel-fsdp export SRC OUT")
@@ -101,7 +89,6 @@ def _required_out(options: ExportCommand) -> Path:
 def exported(options: ExportCommand) -> ExportReport:
     """Writes OUT, complete and verified, or not at all."""
     out = _required_out(options).resolve()
-    outcome.begin(out)
     try:
         with store.fetched(options.src, out, _is_read) as src:
             return _find_and_export(replace(options, src=src), out)
@@ -119,20 +106,22 @@ def _find_and_export(options: ExportCommand, out: Path) -> ExportReport:
     checkpoint, newer = discover.find(options.src)
     for path in newer:
         console.say(f"passed over: {path}", style="yellow")
-    checkpoint = _one_model(_model_or_adapter(checkpoint, options), options)
-    if checkpoint.kind == "adapter":
-        checkpoint = _one_adapter(checkpoint, options.adapter)
+    checkpoint = _one_model(checkpoint, options)
     console.say(str(checkpoint), style="cyan")
     refusals.check_place(out, checkpoint, options.force)
     discover.check_bytes(checkpoint)
-    if discover.has_lost_marker(checkpoint):
-        what = "shards that were exchanged, or are of another step, go unnoticed"
-        console.say(f"no {file_names.MARKER}: {what}", style="yellow")
     return _Export(options, out, checkpoint).run()
 
 
 def _one_model(checkpoint: CheckpointLocation, options: ExportCommand) -> CheckpointLocation:
     """The model that `--which` names, or SRC itself, of several that one `Accelerator.save_state` wrote."""
+    both = (checkpoint.folder / file_names.ADAPTER, checkpoint.weights / file_names.MODEL)
+    if checkpoint.kind == "safetensors" and options.src.is_dir() and all(path.is_file() for path in both):
+        raise UsageError(
+            f"{checkpoint.folder} holds a model and an adapter",
+            why="an export holds one of them, and it is unclear which is meant",
+            fix=f"name its file: {both[0]} or {both[1]}",
+        )
     models = {model.model_name: model for model in discover.models(checkpoint)}
     is_named = (
         options.src.is_file() or options.src.resolve() == checkpoint.weights.resolve() != checkpoint.folder.resolve()
@@ -146,23 +135,6 @@ def _one_model(checkpoint: CheckpointLocation, options: ExportCommand) -> Checkp
             fix=f"--which {min(models)}, and --model with its config",
         )
     return models[options.which]
-
-
-def _model_or_adapter(checkpoint: CheckpointLocation, options: ExportCommand) -> CheckpointLocation:
-    """Chooses between a model and an adapter in one folder: the adapter if a flag asks for it, else the model."""
-    nearby = discover.adapter_beside(checkpoint) if options.src.is_dir() else None
-    if nearby is None or options.merge_adapter or options.adapter:
-        return nearby or checkpoint
-    console.say(f"passed over: the adapter beside the model; it is exported as {nearby.weights}", style="yellow")
-    return checkpoint
-
-
-def _one_adapter(checkpoint: CheckpointLocation, name: str | None) -> CheckpointLocation:
-    if name is not None:
-        return discover.of_adapter(checkpoint, name)
-    for adapter in discover.others(checkpoint):
-        console.say(f"passed over: the adapter {adapter}; it is exported with --adapter {adapter}", style="yellow")
-    return checkpoint
 
 
 def _check_flags(options: ExportCommand) -> None:
@@ -195,19 +167,22 @@ class _Export:
 
     def run(self) -> ExportReport:
         started, options = time.monotonic(), self.options
-        companions = companion_files.find(self.checkpoint, options.model, options.merge_adapter, options.adapter)
+        companions = companion_files.find(self.checkpoint, options.model, options.merge_adapter)
         refusals.check_model(self.out, companions, self.checkpoint)
         dtype = options.dtype or companions.dtype
         description, unknown = self._described(companions, dtype)
         shapes = description.memory if description else None
-        weights = open_checkpoint.read(self.checkpoint, adapter=options.adapter, shapes=shapes)
+        weights = open_checkpoint.read(self.checkpoint, shapes=shapes)
         is_adapter = bool(weights.adapter) and not options.merge_adapter
         refusals.check_weights(options, weights, companions)
-        if options.merge_adapter:
-            _check_adapter(weights, companions)
+        contents.check_matrices(weights.adapter)
         dtype = options.dtype if is_adapter else dtype
-        planner = Planner(weights, companions, _torch_dtype(dtype), options.merge_adapter)
-        outputs = planner.outputs(None if is_adapter else description)
+        if is_adapter:
+            outputs = contents.named(weights.adapter, _torch_dtype(dtype))
+        else:
+            planner = Planner(weights, companions, _torch_dtype(dtype))
+            planner = planner.merged(description) if options.merge_adapter else planner
+            outputs = planner.outputs(description)
         with atomic_files.replaced_folder(self.out, sync=not options.no_sync) as folder:
             total = sum(output.size_bytes for output in outputs)
             refusals.check_space(self.out, total, wide=any(output.dtype.itemsize >= 4 for output in outputs))
@@ -245,7 +220,8 @@ class _Export:
         if options.verify == "bytes" or options.format == "pth":
             return report
         if is_adapter:
-            return verification.same_as_peft(report, *transformers_probe.describe_adapter(folder, companions.folder))
+            model = transformers_probe.adapted(companions.settings, companions.folder)
+            return verification.same_as_peft(report, *transformers_probe.adapter_shapes(model))
         transformers_probe.loads(folder)
         return report.proven("names, shapes and ties are the config's, and from_pretrained loads all of it")
 
@@ -254,28 +230,15 @@ def _torch_dtype(name: str | None) -> torch.dtype | None:
     return getattr(torch, name) if name else None
 
 
-def _check_adapter(weights: Weights, companions: CompanionFiles) -> None:
-    assert companions.adapter  # else `check_weights` raised
-    merge_lora.check_settings(companions.settings, trained_base=bool(weights.tensors))
-    description = transformers_probe.describe_adapter(companions.adapter, companions.folder)
-    merge_lora.check_saved(weights.adapter, *description)
-
-
 def _disk_error(out: Path, error: OSError) -> UserError:
     """The error for a file of the source, or for the export that is being written; write errors mostly name no file."""
-    path = Path(str(error.filename)) if error.filename else out
-    being_written = any(part.startswith(f".{out.name}.") for part in path.parts) or out.is_relative_to(path)
-    return (
-        _export_stopped(out, error) if being_written else untrusted_files.unreadable(path, error.strerror or str(error))
-    )
-
-
-def _export_stopped(out: Path, error: OSError) -> UserError:
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    path, reason = Path(str(error.filename)) if error.filename else out, error.strerror or str(error)
+    if not any(part.startswith(f".{out.name}.") for part in path.parts) and not out.is_relative_to(path):
+        return untrusted_files.unreadable(path, reason)
     return UserError(
-        f"cannot write {out}: {error.strerror or error}",
+        f"cannot write {out}: {reason}",
         why="the export is incomplete and was removed",
-        fix="free some space on that disk, or choose another OUT" if full else "choose a folder you may write to",
+        fix="free some space on that disk, or choose a folder on another one that you may write to",
     )
 
 

@@ -22,12 +22,11 @@ COPIED = (
     *(file_names.PROCESSOR_TEMPLATE, "*.jinja", f"{file_names.MORE_TEMPLATES}/*.jinja"),
 )
 """Files that `save_pretrained` of tokenizers and processors writes. None of them is code."""
-IN_RUN = (*(pattern for pattern in COPIED if not pattern.startswith("*")), file_names.CHAT_TEMPLATE)
-"""Such files in a run's folder, which may be the user's project: without patterns that match any file of a type."""
+IN_RUN = (*(name for name in COPIED if not name.startswith("*") and name != file_names.CARD), file_names.CHAT_TEMPLATE)
+"""Such files in a run's folder, which may be the user's project: no card, no patterns that match all of a type."""
 CODE_KEYS = frozenset({"auto_map", "custom_pipelines"})
 """Keys of configs that name Python files beside them."""
 OWN = "transformers."
-CARD_TAG = "accel-fsdp"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -107,18 +106,12 @@ def _matching(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
 
 
 def _files_of_run(run: Path) -> Iterator[Path]:
-    """Files that training writes into a run's folder: the model, its companion files, and the record of the run."""
+    """The companion files in a run's folder, if it is also that of a model."""
     is_model = bool(
         summary.read_json(run / file_names.CONFIG).get("model_type")
         or summary.read_json(run / file_names.ADAPTER_CONFIG).get("peft_type")
     )
-    for path in _matching(run, IN_RUN):
-        if path.name == file_names.CARD:
-            of_training = CARD_TAG in (untrusted_files.read_text(path, within=run) or "").partition("\n---")[0].split()
-        else:
-            of_training = is_model
-        if of_training:
-            yield path
+    return _matching(run, IN_RUN) if is_model else iter(())
 
 
 def _copy(path: Path, copy: Path, folder: Path) -> None:
@@ -165,20 +158,11 @@ def describe(model: Any, tokenizer: Any, folder: Path) -> None:
             atomic_files.write_text(folder / file_names.CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def find(
-    checkpoint: CheckpointLocation, model: str | None, with_weights: bool = False, adapter_name: str | None = None
-) -> CompanionFiles:
-    """The companion files of a checkpoint: `model`'s if given, else those beside the weights or in the run's folder.
-
-    PEFT saves the settings of a named adapter in a folder of that name.
-    """
+def find(checkpoint: CheckpointLocation, model: str | None, with_weights: bool = False) -> CompanionFiles:
+    """The companion files of a checkpoint: `model`'s if given, else those beside the weights or in the run's folder."""
     near = tuple(dict.fromkeys(_folders_nearby(checkpoint)))
     run = near[-1] if near[-1] == checkpoint.folder.parent else None
-    adapter_folders = [folder / adapter_name for folder in near] if adapter_name else []
-    for folder in adapter_folders:
-        untrusted_files.check_folder(folder, folder.parent)
-    places = [*adapter_folders, *(near if adapter_name in (None, "default", checkpoint.folder.name) else ())]
-    adapter = next((folder for folder in places if (folder / file_names.ADAPTER_CONFIG).is_file()), None)
+    adapter = next((folder for folder in near if (folder / file_names.ADAPTER_CONFIG).is_file()), None)
     described = [folder for folder in near if (folder / file_names.CONFIG).is_file()]
     base, revision = _base(near, adapter) or (None, None)
     name = model or base
@@ -211,9 +195,7 @@ def _folders_nearby(checkpoint: CheckpointLocation) -> Iterator[Path]:
 
 
 def _base(near: tuple[Path, ...], adapter: Path | None) -> tuple[str, str | None] | None:
-    """The model that an adapter was trained on, and its revision. For a model: the one that run.json names if no config
-    is near; else None.
-    """
+    """The model that an adapter was trained on, and its revision; of a model that of run.json if no config is near."""
     records = (summary.read_json(folder / file_names.RUN) for folder in near)
     trained = (model for record in records if (model := _trained_model(record)))
     if adapter is not None:

@@ -1,14 +1,13 @@
 """The tensors of an export and their names: tied weights once, in the layout of files, with adapters merged."""
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
 from accel_fsdp.checkpoints import LORA, TIED, TOKENS, Stored, Weights, safetensors_files, same_bytes, short_name
 from accel_fsdp.errors import UserError
-from accel_fsdp.exporter import hf_layout, merge_lora
+from accel_fsdp.exporter import hf_layout, merge_lora, transformers_probe
 from accel_fsdp.exporter.companion_files import CompanionFiles
 from accel_fsdp.exporter.transformers_probe import FIX_CONFIG, Description
 from accel_fsdp.exporter.writer import Output
@@ -26,63 +25,60 @@ EXPONENTS = frozenset({torch.float8_e8m0fnu})
 
 @dataclass(frozen=True)
 class Planner:
-    """Plans one export. `dtype` is that of the files, None for the stored dtype; `merge`: an adapter into its base."""
+    """Plans one export. `dtype` is that of the files, None for the stored dtype."""
 
     weights: Weights
     companions: CompanionFiles
     dtype: torch.dtype | None
-    merge: bool = False
 
     def outputs(self, description: Description | None) -> list[Output]:
-        """The tensors to write. Without a description, names and ties are inferred from the config."""
-        _check_matrices(self.weights.adapter)
-        if self.weights.adapter and not self.merge:
-            return self._named(self.weights.adapter, {})
-        tensors, is_filed = self._tensors(description)
-        tensors = self._without_copies(tensors, self._ties(tensors, description))
+        """The tensors of a model to write. Without a description, names and ties are inferred from the config."""
+        tensors = self._without_copies(self.weights.tensors, self._ties(self.weights.tensors, description))
         if description is None:
-            return self._named(tensors, {})
-        expected = description.files if is_filed else description.memory
-        compared = _checked_tensors(tensors, expected, description.floating, self.companions)
-        if is_filed or not description.converts:
-            return self._named(compared, description.wider)
-        return self._named(hf_layout.converted(compared, description, self.companions.folder), description.wider)
+            return named(tensors, self.dtype)
+        expected = description.files if self.weights.filed else description.memory
+        problems = list(_problems(tensors, expected, description))
+        if problems and (method := self._quantised()):
+            raise self._is_quantised(method)
+        if problems:
+            raise UserError(
+                f"the checkpoint isn't of the model in {self.companions.folder}: {first_few(problems, SHOWN, '; ')}",
+                why="from_pretrained would fail or leave weights random",
+                fix=FIX_CONFIG,
+            )
+        whole = {name: tensors[name] for name in expected}  # without buffers that the model computes itself
+        if not self.weights.filed and description.converts:
+            whole = hf_layout.converted(whole, description)
+        wide = {torch.float32, torch.float64} if self.dtype else set()
+        wider = {name: tensor.dtype for name, tensor in description.saved.items() if tensor.dtype in wide}
+        return named(whole, self.dtype, wider)
 
-    def _tensors(self, description: Description | None) -> tuple[Mapping[str, Stored], bool]:
-        """The model's tensors, and whether their names are those of files."""
-        if not self.merge:
-            return self.weights.tensors, self.weights.filed
-        adapter, settings, is_whole = self.weights.adapter, self.companions.settings, bool(self.weights.tensors)
-        method = config_json.quant_method(self.companions.config.get("quantization_config"))
-        if method and not is_whole:
-            raise _quantised(self.companions, method)
+    def merged(self, description: Description | None) -> "Planner":
+        """The plan for the base with the adapter merged into it; in the dtype of the base if none is asked for."""
+        adapter, is_whole = self.weights.adapter, bool(self.weights.tensors)
+        merge_lora.check_settings(self.companions.settings, trained_base=is_whole)
+        model = transformers_probe.adapted(self.companions.settings, self.companions.folder)
+        merge_lora.check_saved(adapter, model)
+        if not is_whole and (method := self._quantised()):
+            raise self._is_quantised(method)
+        base = self.weights.tensors or safetensors_files.of_folder(self.companions.folder)
         if not is_whole:
-            adapter = merge_lora.tied_once(adapter, settings, self._ties(self._base, description))
-        if not merge_lora.is_plain(adapter, settings):
-            return merge_lora.by_peft(self.weights, self.companions), False
+            adapter = merge_lora.tied_once(adapter, self.companions.settings, self._ties(base, description))
         filed_as = description.filed_as if description and not is_whole else None
-        turned = description.turned if description else None
-        return merge_lora.merged(self._base, adapter, settings, filed_as, turned), not is_whole
+        weights = Weights(merge_lora.merged(base, adapter, model, filed_as), filed=not is_whole)
+        own = next((tensor.dtype for tensor in base.values() if tensor.dtype.is_floating_point), None)
+        return replace(self, weights=weights, dtype=self.dtype or own)
 
-    @cached_property
-    def _base(self) -> Mapping[str, Stored]:
-        """The tensors into which an adapter is merged."""
-        return self.weights.tensors or safetensors_files.of_folder(self.companions.folder)
+    def _quantised(self) -> str | None:
+        return config_json.quant_method(self.companions.config.get("quantization_config"))
 
-    @cached_property
-    def _own_dtype(self) -> torch.dtype | None:
-        """The dtype of the files, that of the base where a merge has none; None: as stored."""
-        if self.dtype is not None or not self.merge:
-            return self.dtype
-        return next((tensor.dtype for tensor in self._base.values() if tensor.dtype.is_floating_point), None)
-
-    def _named(self, tensors: Mapping[str, Stored], wider: Mapping[str, torch.dtype]) -> list[Output]:
-        return [Output(name, self._dtype(name, tensor, wider), tensor) for name, tensor in tensors.items()]
-
-    def _dtype(self, name: str, tensor: Stored, wider: Mapping[str, torch.dtype]) -> torch.dtype:
-        asked = wider.get(name, self._own_dtype)
-        is_cast = asked is not None and tensor.dtype.is_floating_point and tensor.dtype not in EXPONENTS
-        return asked if is_cast and asked is not None else tensor.dtype
+    def _is_quantised(self, method: str) -> UserError:
+        return UserError(
+            f"{self.companions.folder} is quantised ({method}), which the export doesn't support",
+            why="its files hold packed numbers and their scales, in a layout that only the library that quantised it "
+            "knows",
+            fix="give the model before it was quantised: --model ID_OR_FOLDER; or export with that library",
+        )
 
     def _ties(self, tensors: Mapping[str, Stored], description: Description | None) -> tuple[tuple[str, ...], ...]:
         if description is not None:
@@ -107,7 +103,19 @@ class Planner:
         return first_of_storage
 
 
-def _check_matrices(adapter: Mapping[str, Stored]) -> None:
+def named(
+    tensors: Mapping[str, Stored], dtype: torch.dtype | None, wider: Mapping[str, torch.dtype] | None = None
+) -> list[Output]:
+    """The tensors as they are written: floating-point numbers in `dtype`, or in that of `wider`."""
+    outputs = []
+    for name, tensor in tensors.items():
+        asked = (wider or {}).get(name, dtype)
+        is_cast = asked is not None and tensor.dtype.is_floating_point and tensor.dtype not in EXPONENTS
+        outputs.append(Output(name, asked if is_cast and asked is not None else tensor.dtype, tensor))
+    return outputs
+
+
+def check_matrices(adapter: Mapping[str, Stored]) -> None:
     """Checks that an adapter holds floating-point numbers, however its base is stored."""
     for name, tensor in adapter.items():
         if (name.endswith(PARAMETERS) or LORA.search(name)) and not tensor.dtype.is_floating_point:
@@ -118,41 +126,14 @@ def _check_matrices(adapter: Mapping[str, Stored]) -> None:
             )
 
 
-def _checked_tensors(
-    tensors: dict[str, Stored],
-    expected: Mapping[str, tuple[int, ...]],
-    floating: Collection[str],
-    companions: CompanionFiles,
-) -> dict[str, Stored]:
-    """The tensors of the model, without buffers that it computes itself; raises if one is missing."""
-    extra = [name for name in tensors if name not in expected and not name.endswith(BUFFERS)]
-    problems = list(_problems(tensors, expected, floating)) + [f"{name} is unexpected" for name in extra]
-    if problems and (method := config_json.quant_method(companions.config.get("quantization_config"))):
-        raise _quantised(companions, method)
-    if problems:
-        raise UserError(
-            f"the checkpoint isn't of the model in {companions.folder}: {first_few(problems, SHOWN, '; ')}",
-            why="from_pretrained would fail or leave weights random",
-            fix=FIX_CONFIG,
-        )
-    return {name: tensors[name] for name in expected}
-
-
-def _quantised(companions: CompanionFiles, method: str) -> UserError:
-    return UserError(
-        f"{companions.folder} is quantised ({method}), which the export doesn't support",
-        why="its files hold packed numbers and their scales, in a layout that only the library that quantised it knows",
-        fix="give the model before it was quantised: --model ID_OR_FOLDER; or export with that library",
-    )
-
-
 def _problems(
-    tensors: Mapping[str, Stored], expected: Mapping[str, tuple[int, ...]], floating: Collection[str]
+    tensors: Mapping[str, Stored], expected: Mapping[str, tuple[int, ...]], description: Description
 ) -> Iterator[str]:
     for name, shape in expected.items():
         if name not in tensors:
             yield f"{name} is missing"
         elif tensors[name].shape != shape:
             yield f"{name} is {list(tensors[name].shape)}, the config says {list(shape)}"
-        elif name in floating and not tensors[name].dtype.is_floating_point:
+        elif name in description.floating and not tensors[name].dtype.is_floating_point:
             yield f"{name} has no floating-point dtype but {short_name(tensors[name].dtype)}"
+    yield from (f"{name} is unexpected" for name in tensors if name not in expected and not name.endswith(BUFFERS))

@@ -1,10 +1,10 @@
 """The exported folder: what it must contain, in which dtype, and the check that it does."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from accel_fsdp import atomic_files, models
 from accel_fsdp.checkpoints import DTYPES, file_names, safetensors_header
@@ -18,16 +18,14 @@ if TYPE_CHECKING:
 SHOWN_PROBLEMS = 5
 
 
-@dataclass(frozen=True)
-class Spec:
+class Spec(NamedTuple):
     """Shape and dtype of one tensor; dtype as safetensors spells it in a file's header, such as F32 or BF16."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
-@dataclass(frozen=True)
-class Rounding:
+class Rounding(NamedTuple):
     """Weights that are saved in a dtype that can't hold all of their values; dtypes as torch names them."""
 
     trained: str
@@ -70,12 +68,14 @@ def expected_tensors(
     rounding = _rounding({blueprint[name].dtype for name in casts}, saved_as)
     for name, dtype in casts.items():
         blueprint[name] = torch.empty_like(blueprint[name], dtype=dtype)
-    if isinstance(model, PeftModel):
+    is_adapter = isinstance(model, PeftModel)
+    ties = () if is_adapter else ties_of(model)
+    if is_adapter:
         saved = get_peft_model_state_dict(model, state_dict=blueprint)
-        return Expected({name: _spec(tensor) for name, tensor in saved.items()}, (), casts, gathered_bytes, rounding)
-    ties = ties_of(model)
-    saved = as_saved(model, without_tied_copies(blueprint, ties))
-    return Expected({name: _spec(tensor) for name, tensor in saved.items()}, ties, casts, gathered_bytes, rounding)
+    else:
+        saved = as_saved(model, without_tied_copies(blueprint, ties))
+    specs = {name: Spec(tuple(t.shape), DTYPES[str(t.dtype).removeprefix("torch.")]) for name, t in saved.items()}
+    return Expected(specs, ties, casts, gathered_bytes, rounding)
 
 
 def _rounding(trained: "set[torch.dtype]", saved: "torch.dtype | None") -> Rounding | None:
@@ -93,10 +93,11 @@ def _meta_state_dict(model: "nn.Module", trained_as: "torch.dtype | None") -> "d
     """The full state dict that the engine will return, on the meta device."""
     import torch
 
-    shapes = {name: getattr(parameter, "ds_shape", None) for name, parameter in _all_parameters(model)}
+    parameters = model.named_parameters(remove_duplicate=False)
+    shapes = {name: getattr(parameter, "ds_shape", None) for name, parameter in parameters}
     # DeepSpeed casts no model that ZeRO-3 has built in parts, nor whole adapters that were added to one
     casts = trained_as is not None and not any(shapes.values())
-    trainable = {name for name, parameter in _all_parameters(model) if parameter.requires_grad} if casts else ()
+    trainable = set(_trainable(model)) if casts else ()
     blueprint = {}
     for name, tensor in model.state_dict().items():
         cast = name in trainable and tensor.is_floating_point()
@@ -108,7 +109,7 @@ def _meta_state_dict(model: "nn.Module", trained_as: "torch.dtype | None") -> "d
 def _castable(model: "nn.Module", blueprint: "dict[str, torch.Tensor]", dtype: "torch.dtype") -> list[str]:
     """The trained parameters of another floating dtype, without those that need float32; 4-bit weights stay packed."""
     float32 = set(models.kept_in_float32(model, str(dtype).removeprefix("torch.")))
-    trained = [name for name, parameter in _all_parameters(model) if parameter.requires_grad and name not in float32]
+    trained = [name for name in _trainable(model) if name not in float32]
     return [name for name in trained if blueprint[name].is_floating_point() and blueprint[name].dtype != dtype]
 
 
@@ -133,8 +134,8 @@ def finish(folder: Path, dtype: str, card: str) -> None:
     (folder / file_names.TRAINING_ARGS).unlink(missing_ok=True)
 
 
-def _all_parameters(model: "nn.Module") -> "Iterator[tuple[str, nn.Parameter]]":
-    return model.named_parameters(remove_duplicate=False)
+def _trainable(model: "nn.Module") -> list[str]:
+    return [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad]
 
 
 def without_tied_copies(
@@ -160,10 +161,6 @@ def ties_of(model: "nn.Module") -> tuple[tuple[str, ...], ...]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
-
-
-def _spec(tensor: "torch.Tensor") -> Spec:
-    return Spec(tuple(tensor.shape), DTYPES[str(tensor.dtype).removeprefix("torch.")])
 
 
 def verify(folder: Path, expected: Expected) -> int:

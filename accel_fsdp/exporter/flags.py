@@ -39,9 +39,6 @@ class ExportCommand:
     ] = None
     max_shard_size: Annotated[str, arg("Largest file, such as 5GB.", "SIZE")] = "50GB"
     merge_adapter: Annotated[bool, arg("Merge the adapter into the base model.")] = False
-    adapter: Annotated[
-        Optional[str], arg("Which adapter, where SRC holds several, as PEFT calls them: default, ...", "NAME")
-    ] = None
     which: Annotated[
         Optional[str], arg("Which model, where SRC holds several, by its file or folder in --list.", "NAME")
     ] = None

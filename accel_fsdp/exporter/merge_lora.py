@@ -1,75 +1,58 @@
-"""Adapters merged into their base: plain LoRA and rsLoRA tensor by tensor, W + scale * B A; any other kind by PEFT.
+"""Adapters of LoRA merged into their base by PEFT, one layer after another, so that memory holds one layer.
 
-The formula is that of PEFT's `merge_and_unload` (peft 0.21, `tuners/lora/layer.py`), in float32.
+The layers are those of the model that PEFT builds for the adapter's settings; each gets its weights in float32 and
+merges them itself, whatever its kind: Linear, Conv1D, embeddings, DoRA, rows of tokens.
 """
 
 import copy
-import math
-import re
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_fsdp.checkpoints import (
-    LORA,
-    TOKENS,
-    Stored,
-    Weights,
-    file_names,
-    of_tensor,
-    pattern_of,
-    plain,
-    safetensors_files,
-    short_name,
-    tensor_names,
-)
+from accel_fsdp.checkpoints import LORA, TOKENS, Stored, file_names, plain, short_name, tensor_names
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import transformers_probe
-from accel_fsdp.exporter.companion_files import CompanionFiles
-from accel_fsdp.models import model_class, part_for, read_config
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 KNOWN = frozenset(
     {
         *("peft_type", "peft_version", "task_type", "base_model_name_or_path", "revision", "auto_mapping"),
         *("inference_mode", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"),
         *("fan_in_fan_out", "lora_dropout", "init_lora_weights", "target_modules", "exclude_modules"),
-        *("target_parameters", "modules_to_save", "layers_to_transform", "layers_pattern", "trainable_token_indices"),
+        *("modules_to_save", "layers_to_transform", "layers_pattern", "trainable_token_indices"),
         *("ensure_weight_tying", "runtime_config", "megatron_core", "qalora_group_size"),
         *("eva_config", "corda_config", "lora_ga_config", "loftq_config"),  # settings of initialisations: see HARMLESS
     }
 )
-"""The settings of LoRA that this merge supports, or that don't change it. Any other enabled setting is refused."""
+"""The settings of LoRA that are merged here, or that don't change a merge. Any other enabled setting is refused."""
 HARMLESS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 """Initialisations that leave the base as it was."""
-
-
-def is_plain(adapter: Collection[str], settings: Mapping[str, Any]) -> bool:
-    """Whether each change of the base is a product of two matrices, or a whole tensor."""
-    if settings.get("use_dora") or settings.get("target_parameters"):
-        return False
-    return not any("lora_embedding_" in name or "lora_magnitude" in name or TOKENS in name for name in adapter)
 
 
 def merged(
     base: Mapping[str, Stored],
     adapter: Mapping[str, Stored],
-    settings: Mapping[str, Any],
+    model: "PeftModel",
     filed_as: Mapping[str, str] | None = None,
-    turned: frozenset[str] | None = None,
 ) -> dict[str, Stored]:
-    """The base with all of a plain adapter's changes; changed weights are in float32, to be rounded once.
+    """The base with all of an adapter's changes; changed weights are in float32, to be rounded once.
 
-    `filed_as`: the names of the model's tensors in the base's files. `turned`: the weights that are stored transposed,
-    by the layer's kind; None if that depends on the settings alone.
+    `model`: what PEFT builds for both. `filed_as`: the names of the model's tensors in the base's files.
     """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     tensors = dict(base)
     for name, tensor in adapter.items():
-        if not LORA.search(name):  # trained as a whole
+        if not LORA.search(name) and TOKENS not in name:  # trained as a whole
             tensors[_named(plain(name), tensors, filed_as)] = tensor
-    for module in dict.fromkeys(LORA.split(name)[0] for name in adapter if LORA.search(name)):
-        target = _named(f"{plain(f'{module}.')}weight", tensors, filed_as)
-        tensors[target] = _merged_weight(module, target, tensors[target], adapter, settings, turned)
+    for name, layer in model.named_modules():
+        own = {key: filed for key in layer.state_dict() if (filed := tensor_names.filed(f"{name}.{key}")) in adapter}
+        if isinstance(layer, BaseTunerLayer) and own:
+            target = _named(plain(f"{name}.base_layer.weight"), tensors, filed_as)
+            tensors[target] = _merged_weight(layer, target, tensors[target], {k: adapter[n] for k, n in own.items()})
     return tensors
 
 
@@ -83,65 +66,39 @@ def _named(name: str, tensors: Mapping[str, Stored], filed_as: Mapping[str, str]
     return filed_name
 
 
-def _merged_weight(
-    module: str,
-    target: str,
-    base: Stored,
-    adapter: Mapping[str, Stored],
-    settings: Mapping[str, Any],
-    turned: frozenset[str] | None,
-) -> Stored:
-    down, up = (adapter.get(f"{module}.{name}.weight") for name in ("lora_A", "lora_B"))
-    if down is None or up is None:
-        raise _mismatch(f"one of the two matrices of {module} is missing")
+def _merged_weight(layer: Any, target: str, base: Stored, own: Mapping[str, Stored]) -> Stored:
+    """The weight of a layer that PEFT wraps; `own`: the adapter's tensors by their names in the layer."""
     if not base.dtype.is_floating_point:
         raise _mismatch(f"{target} has no floating-point dtype but {short_name(base.dtype)}")
-    name = tensor_names.module_of(f"{module}.lora_A")
-    is_turned = bool(settings.get("fan_in_fan_out")) if turned is None else f"{name}.weight" in turned
-    shape = (down.shape[1], up.shape[0]) if is_turned else (up.shape[0], down.shape[1])
-    if base.shape != shape:
-        raise _mismatch(f"{module} is {list(base.shape)} in the base and {list(shape)} in the adapter")
-    rank = _setting_of(name, settings.get("rank_pattern"), settings.get("r", 8))
-    if down.shape[0] != rank or not rank:
-        raise _mismatch(f"{module} has rank {down.shape[0]}, its settings say {rank}")
-    alpha = _setting_of(name, settings.get("alpha_pattern"), settings.get("lora_alpha", 8))
-    if not isinstance(alpha, int | float):
-        raise _mismatch(f"lora_alpha of {module} is {alpha}")
-    scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+    if base.shape != (shape := tuple(layer.get_base_layer().weight.shape)):
+        raise _mismatch(f"{target} is {list(base.shape)} in the base and {list(shape)} in the model that was trained")
 
     def load() -> torch.Tensor:
-        product = up.load().float() @ down.load().float() * scale
-        return product.T.contiguous().add_(base.load()) if is_turned else product.add_(base.load())
+        whole = copy.deepcopy(layer).to_empty(device="cpu")
+        weight = whole.get_base_layer().weight
+        with torch.no_grad():
+            weight.copy_(base.load())
+            whole.load_state_dict({key: tensor.load() for key, tensor in own.items()}, strict=False)
+            whole.merge()
+        merged: torch.Tensor = whole.get_base_layer().weight.detach()
+        return merged
 
     return Stored(base.shape, torch.float32, load)
 
 
-def by_peft(weights: Weights, companions: CompanionFiles) -> dict[str, Stored]:
-    """The model with its adapter merged by PEFT, in float32 and whole in memory, by the names of the model's code."""
-    from peft import get_peft_model, set_peft_model_state_dict
-
-    config = read_config(str(companions.folder))
-    kind = model_class(config)
-    part = copy.deepcopy(part_for(kind, config))
-    if weights.tensors:
-        base = kind(part).float()
-        base.load_state_dict({name: stored.load() for name, stored in weights.tensors.items()}, strict=False)
-    else:
-        state = {name: t.load() for name, t in safetensors_files.of_folder(companions.folder).items()}
-        options = {"config": part, "state_dict": state, "dtype": torch.float32}
-        base = kind.from_pretrained(None, trust_remote_code=False, **options)
-    model = get_peft_model(base, transformers_probe.peft_settings(companions.settings))
-    set_peft_model_state_dict(model, {name: stored.load() for name, stored in weights.adapter.items()})
-    return {name: of_tensor(tensor) for name, tensor in model.merge_and_unload().state_dict().items()}
-
-
-def check_saved(adapter: Collection[str], needed: Iterable[str], possible: Collection[str]) -> None:
+def check_saved(adapter: Mapping[str, Stored], model: "PeftModel") -> None:
     """Refuses an adapter that lacks tensors that PEFT creates for its settings, or holds matrices of other modules."""
+    needed, possible = transformers_probe.adapter_shapes(model)
     if lacks := tensor_names.lacking(adapter, needed):
         raise _contradiction(f"lacks {lacks}, which {file_names.ADAPTER_CONFIG} asks for")
-    if unchosen := next((name for name in adapter if LORA.search(name) and name not in possible), None):
-        module = tensor_names.module_of(unchosen)
-        raise _contradiction(f"holds LoRA matrices of {module}, and {file_names.ADAPTER_CONFIG} chooses other modules")
+    for name, tensor in adapter.items():
+        if LORA.search(name) and name not in possible:
+            module = tensor_names.module_of(name)
+            raise _contradiction(
+                f"holds LoRA matrices of {module}, and {file_names.ADAPTER_CONFIG} chooses other modules"
+            )
+        if tensor.shape != possible.get(name, tensor.shape):
+            raise _mismatch(f"{name} is {list(tensor.shape)}, its settings and its base say {list(possible[name])}")
 
 
 def tied_once(
@@ -172,14 +129,8 @@ def tied_once(
     return {name: tensor for name, tensor in adapter.items() if changed.get(name) not in copies}
 
 
-def _setting_of(module: str, patterns: Mapping[str, Any] | None, default: Any) -> Any:
-    """A setting of one module: by the first pattern that its name ends in, as PEFT matches them."""
-    by_pattern = patterns if isinstance(patterns, dict) else {}
-    return next((value for key, value in by_pattern.items() if re.fullmatch(pattern_of(key), module)), default)
-
-
 def check_settings(settings: Mapping[str, Any], trained_base: bool) -> None:
-    """Refuses adapters that these formulas don't cover.
+    """Refuses adapters that PEFT's layers don't merge one by one.
 
     `trained_base`: the base was saved with the adapter, after the adapter's initialisation changed it.
     """
@@ -203,7 +154,7 @@ def check_settings(settings: Mapping[str, Any], trained_base: bool) -> None:
 def _unmergeable(what: str) -> UserError:
     return UserError(
         f"an adapter {what} can't be merged here",
-        why="the merge isn't the sum of its base and a product, or PEFT itself doesn't merge it",
+        why="the merge changes more than one weight of a layer, or PEFT itself doesn't merge it",
         fix="export the adapter without --merge-adapter; then in Python: model = PeftModel.from_pretrained("
         "AutoModelForCausalLM.from_pretrained(BASE), OUT); model.merge_and_unload().save_pretrained(MERGED)",
     )

@@ -28,14 +28,8 @@ def check_local(options: ExportCommand) -> None:
     is_checked = options.check or options.list
     places = {"OUT": options.out, "--model": options.model, **({"SRC": options.src} if is_checked else {})}
     for flag, place in places.items():
-        require_local(
-            flag,
-            place,
-            why="an export writes local disks only",
-            fix="export to a folder here and upload that; to the Hub: --push-to-hub NAME/MODEL"
-            if flag == "OUT"
-            else f"copy it here first, then give its folder as {flag}",
-        )
+        fix = "give a folder of this machine; to the Hub: --push-to-hub NAME/MODEL"
+        require_local(flag, place, why="an export reads and writes local disks only", fix=fix)
 
 
 def require_local(flag: str, place: Path | str | None, why: str, fix: str) -> None:
@@ -44,28 +38,25 @@ def require_local(flag: str, place: Path | str | None, why: str, fix: str) -> No
 
 
 def check_place(out: Path, checkpoint: CheckpointLocation, force: bool) -> None:
-    place, source = out.resolve(), checkpoint.weights.resolve()
-    if source.is_relative_to(place):
+    """Refuses an OUT that holds the checkpoint, or that exists and isn't a model that may be replaced."""
+    if checkpoint.weights.resolve().is_relative_to(out.resolve()):
         raise UserError(
             f"{out} holds the checkpoint that is to be exported",
             why="the export replaces the content of OUT",
             fix="choose another OUT",
         )
-    if out.exists() and not force:
+    if not out.exists():
+        return
+    if not force:
         raise UserError(f"{out} exists", why="it may be another model", fix="add --force, or choose another OUT")
+    entries = sorted(out.iterdir()) if out.is_dir() else [out]
     descriptions = (file_names.CONFIG, file_names.ADAPTER_CONFIG, file_names.REPORT)
-    is_model = any((out / name).is_file() for name in descriptions)
-    if out.exists() and not (out.is_dir() and (is_model or not any(out.iterdir()))):
+    has_model = not entries or any((out / name).is_file() for name in descriptions)
+    foreign = next((path.name for path in entries if not _is_of_model(path)), "" if has_model else "no config")
+    if foreign:
         raise UserError(
-            f"{out} is not a folder of a model",
-            why="--force replaces only exported models, not other files",
-            fix="choose another OUT",
-        )
-    foreign = next((path for path in sorted(out.iterdir()) if not _is_of_model(path)), None) if out.exists() else None
-    if foreign is not None:
-        raise UserError(
-            f"{out} holds {foreign.name}, which isn't part of an export",
-            why="--force replaces the whole folder, and that would be lost",
+            f"{out} holds {foreign}, and is not a folder of a model alone",
+            why="--force replaces the whole folder, and its content would be lost",
             fix="move it away, or choose another OUT",
         )
 
@@ -73,9 +64,7 @@ def check_place(out: Path, checkpoint: CheckpointLocation, force: bool) -> None:
 def _is_of_model(path: Path) -> bool:
     """Whether an export or `save_pretrained` writes files or folders of this name."""
     if path.is_dir():
-        return path.name == file_names.MORE_TEMPLATES and all(
-            file.is_file() and file.suffix == ".jinja" for file in path.iterdir()
-        )
+        return path.name == file_names.MORE_TEMPLATES and all(file.suffix == ".jinja" for file in path.iterdir())
     return any(path.match(pattern) for pattern in WRITTEN)
 
 
@@ -100,18 +89,11 @@ def check_weights(options: ExportCommand, weights: Weights, companions: Companio
             why="there is nothing to merge",
             fix="leave it out",
         )
-    if options.adapter and not weights.adapter:
-        raise UsageError(
-            f"--adapter {options.adapter}, and the checkpoint has no adapter",
-            why="the whole model would be exported",
-            fix="leave it out",
-        )
     if weights.adapter and companions.adapter is None:
-        settings = f"{options.adapter}/{file_names.ADAPTER_CONFIG}" if options.adapter else file_names.ADAPTER_CONFIG
         raise UserError(
-            f"no {settings} beside the checkpoint or in its run's folder",
+            f"no {file_names.ADAPTER_CONFIG} beside the checkpoint or in its run's folder",
             why="rank, scaling and kind of the adapter are in no other file",
-            fix=f"put the {settings} of the run into the checkpoint's folder",
+            fix=f"put the {file_names.ADAPTER_CONFIG} of the run into the checkpoint's folder",
         )
     if weights.adapter and weights.tensors and not options.merge_adapter:
         _check_vocabulary(weights, companions)

@@ -1,18 +1,18 @@
 """Asks transformers and PEFT about a model's files."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp import untrusted_files
 from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import UserError, require
 from accel_fsdp.models import (
     catalogue,
     first_line,
     model_class,
+    on_meta,
     part_for,
     read_config,
     read_tokenizer,
@@ -21,7 +21,7 @@ from accel_fsdp.models import (
 
 if TYPE_CHECKING:
     import torch
-    from peft import PeftConfig
+    from peft import PeftModel
     from torch import nn
 
 SHOWN = 3
@@ -34,97 +34,70 @@ BEGINNINGS = frozenset(
 )
 """Settings of an adapter's first weights, and of where its code and its base are."""
 FIX_CONFIG = "give the trained model: --model ID_OR_FOLDER"
+Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Description:
-    """The tensors that a model's files must hold, by its config.
+    """The tensors of a model by its config, on the meta device.
 
-    `memory`: shapes by the names that the model's code uses, of tied weights the first name only. `files`: the same in
-    the layout of files. `ties`: groups of names of one tensor. `converts`: whether the layout of files differs from
-    that of the model in memory, even if only in the order of elements. `wider`: the tensors that transformers keeps in
-    a wider dtype than the requested one, such as float32 for the biases of routers. `filed_as`: the names in files of
-    the model's tensors that need no conversion. `turned`: the weights that are stored transposed (Conv1D), as the
-    model's code names them. `floating`: the names, of both kinds, of the tensors that must hold floating-point numbers:
-    the parameters, unless the config says that they are quantised.
+    `held` are those of the model in memory, of tied weights the first name only; `saved` are the same in the layout of
+    files. Each group of `ties` is the names of one tensor. `floating`: the names, of both kinds, of the tensors that
+    must hold floating-point numbers: the parameters, unless the config says that they are quantised.
     """
 
-    memory: dict[str, tuple[int, ...]]
-    files: dict[str, tuple[int, ...]]
+    model: "nn.Module"
+    held: "dict[str, torch.Tensor]"
+    saved: "dict[str, torch.Tensor]"
     ties: tuple[tuple[str, ...], ...]
-    converts: bool = False
-    wider: "Mapping[str, torch.dtype]" = field(default_factory=dict)
-    filed_as: Mapping[str, str] = field(default_factory=dict)
-    turned: frozenset[str] = frozenset()
-    floating: frozenset[str] = frozenset()
+    floating: frozenset[str]
 
+    @cached_property
+    def memory(self) -> Shapes:
+        return {name: tuple(tensor.shape) for name, tensor in self.held.items()}
 
-@contextmanager
-def _create_on_meta(dtype: "torch.dtype | None") -> Iterator[None]:
-    """Creates new tensors on the meta device, in this dtype unless the model's code asks for another."""
-    import torch
+    @cached_property
+    def files(self) -> Shapes:
+        return {name: tuple(tensor.shape) for name, tensor in self.saved.items()}
 
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype or before)
-    try:
-        with torch.device("meta"):
-            yield
-    finally:
-        torch.set_default_dtype(before)
+    @property
+    def converts(self) -> bool:
+        """Whether the layout of files differs from that in memory, even if only in the order of elements."""
+        return any(self.saved.get(name) is not tensor for name, tensor in self.held.items())
+
+    @cached_property
+    def filed_as(self) -> dict[str, str]:
+        """The names in files of the model's tensors that need no conversion."""
+        names = {id(tensor): name for name, tensor in self.saved.items()}
+        return {name: names[id(tensor)] for name, tensor in self.held.items() if id(tensor) in names}
 
 
 def build(folder: Path, dtype: "torch.dtype | None" = None) -> "nn.Module":
     """The model of a folder's config on the meta device, as the class that the config names."""
-    try:
-        config = read_config(str(folder))
-        with _create_on_meta(dtype):
-            kind = model_class(config)
-            if kind.__name__.startswith("Auto"):
-                model = kind.from_config(config, trust_remote_code=False)
-            else:
-                model = kind(part_for(kind, config))
-    except remote_code.NeedsCode:
-        raise
-    except Exception as error:  # a config that was edited by hand may cause any error in transformers
-        raise UserError(
-            f"transformers can't build the model of {folder / file_names.CONFIG}: {first_line(error)}",
-            why="the tensors that the files must hold are unknown",
-            fix=FIX_CONFIG,
-        ) from error
-    return model  # type: ignore[no-any-return]
+    import torch
+
+    config = read_config(str(folder))
+    return on_meta(str(folder), model_class(config), config, dtype=dtype or torch.float32)
 
 
 def describe(folder: Path, dtype: "torch.dtype | None" = None) -> Description:
-    """The tensors that an export with this folder's config and this dtype must hold."""
-    require("the layout of this model's files", "transformers", "torch")
-    import torch
-    from transformers.pytorch_utils import Conv1D
+    """The tensors of an export with this folder's config and this dtype, in the dtypes of `from_pretrained`.
 
+    transformers keeps some in a wider dtype than the requested one, such as float32 for the biases of routers.
+    """
+    require("the layout of this model's files", "transformers", "torch")
     from accel_fsdp.exporter import exported_folder
 
     model = build(folder, dtype)
     ties = exported_folder.ties_of(model)
+    held = exported_folder.without_tied_copies(model.state_dict(), ties)
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
-    tensors = _as_loaded(model, exported_folder.without_tied_copies(tensors, ties), dtype)
-    saved = exported_folder.as_saved(model, tensors)  # expected_tensors would import PEFT, which takes a second
-    memory, files = ({name: tuple(tensor.shape) for name, tensor in layout.items()} for layout in (tensors, saved))
-    wide = {torch.float32, torch.float64} - {dtype} if dtype else set()
-    wider = {name: tensor.dtype for name, tensor in saved.items() if tensor.dtype in wide}
-    converts = any(saved.get(name) is not tensor for name, tensor in tensors.items())
-    names = {id(tensor): name for name, tensor in saved.items()}
-    filed_as = {name: names[id(tensor)] for name, tensor in tensors.items() if id(tensor) in names}
-    turned = frozenset(f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D))
+    held = _as_loaded(model, {name: tensor for name, tensor in held.items() if name not in ignored}, dtype)
+    saved = exported_folder.as_saved(model, held)
     quantised = getattr(model.config, "quantization_config", None) is not None
-    floating = frozenset() if quantised else _floating(model, tensors, saved)
-    return Description(memory, files, ties, converts, wider, filed_as, turned, floating)
-
-
-def _floating(model: "nn.Module", *states: "Mapping[str, torch.Tensor]") -> frozenset[str]:
     buffers = {name for name, _ in model.named_buffers()}
-    return frozenset(
-        name for state in states for name, tensor in state.items() if tensor.is_floating_point() and name not in buffers
-    )
+    floating = {name for state in (held, saved) for name, tensor in state.items() if tensor.is_floating_point()}
+    return Description(model, held, saved, ties, frozenset() if quantised else frozenset(floating - buffers))
 
 
 def _as_loaded(
@@ -143,43 +116,10 @@ def _as_loaded(
     }
 
 
-def describe_adapter(folder: Path, base: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """The tensors of an adapter with this folder's settings, on the model of `base`.
-
-    These are the tensors that its file must hold, and those that PEFT also saves if embeddings were adapted or have
-    grown.
-    """
+def adapted(settings: Mapping[str, Any], base: Path) -> "PeftModel":
+    """The model of `base` with an adapter of these settings, on the meta device."""
     import torch
-    from peft import get_peft_model, get_peft_model_state_dict
-
-    try:
-        settings = peft_settings(untrusted_files.read_json(folder / file_names.ADAPTER_CONFIG) or {})
-        adapts_parameters = bool(getattr(settings, "target_parameters", None))
-        with torch.device("meta"):
-            model = get_peft_model(build(base), settings)
-        if getattr(settings, "target_parameters", None) and not adapts_parameters:
-            raise UserError(
-                f"the adapter of {folder} holds matrices of single experts, which transformers 5 holds in one tensor",
-                why="PEFT converts such an adapter when it loads it, and the export doesn't",
-                fix="load it with PEFT, and merge_and_unload() or save_pretrained it",
-            )
-        needed = get_peft_model_state_dict(model, save_embedding_layers=False)  # else it would ask the hub
-        with_embeddings = get_peft_model_state_dict(model, save_embedding_layers=True)
-        shapes = [{name: tuple(tensor.shape) for name, tensor in state.items()} for state in (needed, with_embeddings)]
-        return shapes[0], shapes[1]
-    except UserError:
-        raise
-    except Exception as error:  # PEFT raises many kinds of errors for settings that were edited by hand
-        raise UserError(
-            f"PEFT can't build the adapter of {folder}: {first_line(error)}",
-            why="the tensors that the file must hold are unknown",
-            fix="give the trained model: --model ID_OR_FOLDER",
-        ) from error
-
-
-def peft_settings(settings: Mapping[str, Any]) -> "PeftConfig":
-    """PEFT's settings of a trained adapter, without its initialisation and its source files."""
-    from peft import PeftConfig
+    from peft import PeftConfig, get_peft_model
 
     if settings.get("megatron_config"):
         raise remote_code.NeedsCode(
@@ -187,7 +127,34 @@ def peft_settings(settings: Mapping[str, Any]) -> "PeftConfig":
             why="PEFT would import it, and no command runs code that comes with a model",
             fix="export the adapter with the Megatron that trained it",
         )
-    return PeftConfig.from_peft_type(**{key: value for key, value in settings.items() if key not in BEGINNINGS})
+    model = build(base)
+    try:
+        config = PeftConfig.from_peft_type(**{key: value for key, value in settings.items() if key not in BEGINNINGS})
+        asked = getattr(config, "target_parameters", None)
+        with torch.device("meta"):
+            wrapped = get_peft_model(model, config)
+        if asked or not getattr(config, "target_parameters", None):
+            return wrapped
+    except Exception as error:  # PEFT raises many kinds of errors for settings that were edited by hand
+        raise UserError(
+            f"PEFT can't build the adapter: {first_line(error)}",
+            why="the tensors that the file must hold are unknown",
+            fix=FIX_CONFIG,
+        ) from error
+    raise UserError(
+        "the adapter holds matrices of single experts, which transformers 5 holds in one tensor",
+        why="PEFT converts such an adapter when it loads it, and the export doesn't",
+        fix="load it with PEFT, and merge_and_unload() or save_pretrained it",
+    )
+
+
+def adapter_shapes(model: "PeftModel") -> tuple[Shapes, Shapes]:
+    """The tensors that an adapter's file must hold, and those that it may: PEFT saves embeddings that were adapted."""
+    from peft import get_peft_model_state_dict
+
+    states = [get_peft_model_state_dict(model, save_embedding_layers=embeddings) for embeddings in (False, True)]
+    needed, possible = ({name: tuple(tensor.shape) for name, tensor in state.items()} for state in states)
+    return needed, possible
 
 
 def loads(folder: Path) -> None:
@@ -197,23 +164,15 @@ def loads(folder: Path) -> None:
         kind = model_class(config)
         options = {"config": part_for(kind, config), "device_map": "meta", "output_loading_info": True}
         _, report = kind.from_pretrained(folder, **options, trust_remote_code=False)
+        if (folder / file_names.TOKENIZER_CONFIG).is_file():
+            read_tokenizer(str(folder))
     except remote_code.NeedsCode:
         raise
     except Exception as error:  # a config that was edited by hand
         raise _refusal(folder, first_line(error)) from error
-    problems = {key: names for key, names in report.items() if names and key != "error_msgs"}
+    problems = {key: sorted(map(str, names))[:SHOWN] for key, names in report.items() if names and key != "error_msgs"}
     if problems:
-        report_text = "; ".join(
-            f"{key}: {', '.join(map(str, sorted(map(str, names))[:SHOWN]))}" for key, names in problems.items()
-        )
-        raise _refusal(folder, report_text)
-    if (folder / file_names.TOKENIZER_CONFIG).is_file():
-        try:
-            read_tokenizer(str(folder))
-        except remote_code.NeedsCode:
-            raise
-        except (UserError, KeyError, ImportError) as error:
-            raise _refusal(folder, f"tokenizer: {first_line(error)}") from error
+        raise _refusal(folder, "; ".join(f"{key}: {', '.join(names)}" for key, names in problems.items()))
 
 
 def _refusal(folder: Path, what: str) -> UserError:

@@ -16,7 +16,6 @@ from accel_fsdp.exporter import transformers_probe, writer
 from accel_fsdp.exporter.writer import Progress, Written
 from accel_fsdp.units import counted, gb_or_mb
 
-CODE = frozenset({".py", ".pyc", ".so"})
 HASH = re.compile(r"[0-9a-f]{32}")
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -107,19 +106,6 @@ def _check_links(folder: Path) -> None:
             os.close(untrusted_files.open_file(path, folder))
 
 
-def _check_code(folder: Path, report: ExportReport | None) -> None:
-    """Refuses Python files that the export didn't write: transformers runs those that a config names if users agree."""
-    hashes = report.papers if report else {}
-    code_files = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.suffix in CODE)
-    unknown = [name for name in code_files if name not in hashes]
-    if unknown:
-        raise UserError(
-            f"{folder} holds code that isn't part of an export: {', '.join(unknown[: transformers_probe.SHOWN])}",
-            why="it runs when the model is loaded with trust_remote_code",
-            fix="read it, and remove it unless it is yours",
-        )
-
-
 def _check_companions(folder: Path, report: ExportReport) -> ExportReport:
     hashes = _companion_hashes(folder)
     missing, extra = report.papers.keys() - hashes.keys(), hashes.keys() - report.papers.keys()
@@ -184,20 +170,18 @@ def check(folder: Path, by_loading: bool, allow_non_finite: bool = False) -> Exp
     """Verifies an exported folder against its report, if it has one, and on request by loading it."""
     report = read_report(folder)
     _check_links(folder)
-    _check_code(folder, report)
     if report is not None:
         report = _check_companions(folder, report)
     report = verify(folder, report or _report_from_headers(folder), lambda _: None)
     report = report if allow_non_finite else check_finite(report)
-    if not (folder / file_names.CONFIG).is_file() and not any(
-        written.file.startswith(file_names.ADAPTER_STEM) for written in report.tensors.values()
-    ):
+    has_config = (folder / file_names.CONFIG).is_file()
+    if not has_config and not (folder / file_names.ADAPTER).is_file():
         raise UserError(
             f"{folder} holds no {file_names.CONFIG}",
             why="from_pretrained needs it",
             fix="put it back, or export the model again",
         )
-    if by_loading and (folder / file_names.CONFIG).is_file() and not any(folder.glob(f"*{file_names.TORCH_EXPORT}")):
+    if by_loading and has_config and not (folder / file_names.TORCH_MODEL).is_file():
         transformers_probe.loads(folder)
         report = report.proven("from_pretrained loads all of it")
     return report

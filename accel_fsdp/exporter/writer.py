@@ -38,16 +38,6 @@ READERS = 2
 SYNCED_BYTES = 1 << 28
 """The disk is given what was written after so many bytes, so that the last sync is short."""
 LENGTH_BYTES = 8
-LARGEST = {
-    torch.float16: "65504, the largest of float16",
-    torch.bfloat16: "3.389e38, the largest of bfloat16",
-    torch.float32: "3.402e38, the largest of float32",
-}
-WIDER = {
-    torch.float16: "--dtype bfloat16 or --dtype float32",
-    torch.bfloat16: "--dtype float32",
-    torch.float32: "take an older checkpoint: models compute in float32",
-}
 Progress = Callable[[int], None]
 """Called with the number of bytes written."""
 
@@ -171,11 +161,12 @@ def blocks(output: Output, tensor: torch.Tensor) -> Iterator[memoryview]:
         return
     for part in _blocks_of(tensor):
         converted = part.to(output.dtype)
-        if output.dtype in LARGEST and count_non_finite(converted) > count_non_finite(part):
+        if output.dtype.is_floating_point and count_non_finite(converted) > count_non_finite(part):
             raise UserError(
-                f"{output.name} holds numbers beyond {LARGEST[output.dtype]}",
+                f"{output.name} holds numbers beyond {torch.finfo(output.dtype).max:g}, the largest of "
+                f"{str(output.dtype).removeprefix('torch.')}",
                 why="they would be infinite in the export",
-                fix=WIDER[output.dtype],
+                fix="--dtype float32; if that is it, take an older checkpoint: models compute in float32",
             )
         yield _bytes(converted)
 

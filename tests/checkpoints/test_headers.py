@@ -4,14 +4,11 @@ import random
 from pathlib import Path
 
 import pytest
-import sharded
 import torch
 from safetensors import SafetensorError, deserialize
 from safetensors.torch import save
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
-from transformers import LlamaConfig
 
-from accel_fsdp.checkpoints import DTYPES, dcp, discover, open_checkpoint, safetensors_files
+from accel_fsdp.checkpoints import DTYPES, discover, safetensors_files
 from accel_fsdp.checkpoints.stored import bytes_of
 from accel_fsdp.errors import UserError
 
@@ -108,28 +105,6 @@ def test_flipped_bits_and_cut_files(tmp_path: Path) -> None:
 
 
 KINDS = (torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.bool, torch.float8_e4m3fn, torch.uint16)
-
-
-def test_parts_of_tensors_by_torchs_own_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """HuggingFaceStorageWriter leaves no `.metadata`: each rank's file says where its parts belong."""
-    config = LlamaConfig(
-        vocab_size=31, hidden_size=12, intermediate_size=10, num_hidden_layers=1, num_attention_heads=2
-    )
-    plain = sharded.make(tmp_path / "plain", config, ranks=3) / "pytorch_model_fsdp_0"
-    monkeypatch.setattr(sharded, "FileSystemWriter", lambda path: HuggingFaceStorageWriter(path, save_distributed=True))
-    parts = sharded.make(tmp_path / "parts", config, ranks=3) / "pytorch_model_fsdp_0"
-    assert not (parts / ".metadata").exists()
-    assert len(list(parts.iterdir())) == 3
-    location = discover.look(parts)
-    assert location is not None
-    right = {".".join(path): tensor for path, tensor in dcp.read(plain).items()}
-    tensors = open_checkpoint.read(location).tensors
-    assert tensors.keys() == right.keys()
-    for name, source in right.items():
-        assert torch.equal(tensors[name].load(), source.load()), name
-    next(parts.glob("shard-00002-*")).unlink()
-    with pytest.raises(UserError, match="and its siblings hold"):
-        open_checkpoint.read(location)
 
 
 def test_deepspeeds_folder_is_the_one_that_latest_names(tmp_path: Path) -> None:

@@ -1,16 +1,19 @@
-"""A run with a checkpoint of several ranks, to be damaged, and the export of it."""
+"""A run with a checkpoint of several ranks, to be damaged, and the export of any checkpoint."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sharded
+import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig
 
 from accel_fsdp import exporter
 
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "architectures": ["LlamaForCausalLM"]}
 INNER = Path("checkpoint-1") / "pytorch_model_fsdp_0"
+State = dict[str, torch.Tensor]
 
 
 def make(tmp_path_factory: pytest.TempPathFactory, sizes: dict[str, Any]) -> Path:
@@ -20,6 +23,18 @@ def make(tmp_path_factory: pytest.TempPathFactory, sizes: dict[str, Any]) -> Pat
     return folder
 
 
-def export(src: Path, out: Path, **options: Any) -> None:
-    """`accel-fsdp export`, without the checks that load the model."""
-    exporter.run(exporter.ExportCommand(src, out, **{"verify": "bytes", "no_sync": True, **options}))
+def export(src: Path, out: Path | None = None, **options: Any) -> State:
+    """`accel-fsdp export` in this process, without the checks that load the model; what is in OUT."""
+    assert exporter.run(exporter.ExportCommand(src, out, **{"verify": "bytes", "no_sync": True, **options})) == 0
+    return load_all(out) if out else {}
+
+
+def load_all(folder: Path) -> State:
+    return {name: tensor for path in folder.glob("*model*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def same(first: State, other: State) -> None:
+    assert first.keys() == other.keys()
+    for name, tensor in first.items():
+        assert tensor.dtype == other[name].dtype, name
+        assert torch.equal(tensor, other[name]), name

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from runs import load_all, same
 from transformers import conversion_mapping
 from transformers.core_model_loading import Transpose, WeightConverter
 
@@ -101,14 +101,3 @@ def test_the_files_are_those_of_save_pretrained(make: str, tmp_path: Path) -> No
     again = tmp_path / "again"
     assert exporter.run(exporter.ExportCommand(tmp_path / "float32-load", again, dtype="bfloat16", verify="bytes")) == 0
     same(load_all(again), theirs["bfloat16"])
-
-
-def load_all(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for path in folder.glob("model*.safetensors") for name, tensor in load_file(path).items()}
-
-
-def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert tensor.dtype == theirs[name].dtype, name
-        assert torch.equal(tensor, theirs[name]), name

@@ -10,17 +10,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import accel_fsdp
+from runs import export
 from safetensors.torch import load_file, save_file
 
-from accel_fsdp import exporter
 from accel_fsdp.errors import UserError
-from accel_fsdp.exporter import writer
 
 NAME = "model.layers.1.mlp.up_proj.weight"
-
-
-def export(src: Path, out: Path | None = None, **options: Any) -> None:
-    assert exporter.run(exporter.ExportCommand(src, out, **{"verify": "bytes", "no_sync": True, **options})) == 0
 
 
 @pytest.fixture(scope="module")
@@ -91,19 +86,6 @@ def test_links_to_folders_and_to_nothing_are_named(name: str, target: str, expor
         export(out, check=True)
 
 
-@pytest.mark.parametrize("report", [True, False])
-@pytest.mark.parametrize("name", ["modeling_x.py", "inner/tokenization_x.py", "kernel.so"])
-def test_code_from_elsewhere_is_named(name: str, report: bool, exported: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    shutil.copytree(exported / "out", out)
-    (out / name).parent.mkdir(exist_ok=True)
-    (out / name).write_text("raise SystemExit")
-    if not report:
-        (out / "export.json").unlink()
-    with pytest.raises(UserError, match=f"holds code that isn't part of an export: {name}"):
-        export(out, check=True)
-
-
 @pytest.mark.parametrize("format", ["safetensors", "pth"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -144,12 +126,3 @@ def test_a_model_of_nan_without_report(tiny_model: Path, tmp_path: Path) -> None
     save_file(whole, tmp_path / "final" / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=r"1 number is NaN or infinite, in 1 of \d+ tensors: model\.norm\.weight"):
         export(tmp_path / "final", check=True, verify="bytes")
-
-
-@pytest.mark.parametrize("dtype", ["float64", "float8_e4m3fn", "float8_e5m2", "bfloat16", "complex64", "int32"])
-def test_every_dtype_is_counted_as_torch_counts(dtype: str) -> None:
-    bits = torch.randint(0, 256, (1 << 18,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    values = bits.view(getattr(torch, dtype))
-    parts = torch.view_as_real(values) if values.is_complex() else values
-    numbers = parts if not parts.is_floating_point() else parts.double()
-    assert writer.count_non_finite(values) == int((~numbers.isfinite()).sum())

@@ -5,7 +5,6 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import runs
@@ -31,16 +30,6 @@ def run_folder(trained_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained_run, tmp_path / "run"))
 
 
-class Evil:
-    """Unpickling it makes a file."""
-
-    def __init__(self, proof: Path) -> None:
-        self.proof = proof
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.proof}",)
-
-
 def zero_files(folder: Path, state: dict[str, torch.Tensor], ranks: int = 2) -> None:
     """As DeepSpeed's stage 2 writes them."""
     flat = torch.cat([tensor.flatten() for tensor in state.values()])
@@ -54,7 +43,8 @@ def zero_files(folder: Path, state: dict[str, torch.Tensor], ranks: int = 2) -> 
         torch.save({"optimizer_state_dict": held}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
 
 
-def to_zero(run: Path, proof: Path) -> None:
+def as_zero(run: Path) -> None:
+    """The checkpoint as DeepSpeed's stage 2 writes it."""
     state = FileSystemReader(run / INNER).read_metadata().state_dict_metadata
     shutil.rmtree(run / "checkpoint-1")
     zero_files(
@@ -91,10 +81,6 @@ def as_safetensors(run: Path) -> None:
     LlamaForCausalLM(LlamaConfig.from_pretrained(run / "model")).save_pretrained(run / "checkpoint-1")
 
 
-def as_zero(run: Path) -> None:
-    to_zero(run, run)
-
-
 def as_adapter(run: Path) -> None:
     as_full(run)
     (run / "checkpoint-1" / "pytorch_model_fsdp.bin").unlink()
@@ -119,7 +105,6 @@ LINKS = [
     *((as_it_is, f"model/{name}") for name in ("config.json", "README.md", "tokenizer.json", "vocab.txt")),
     *((as_it_is, f"model/{name}") for name in ("generation_config.json", "chat_template.jinja")),
     (as_it_is, "model/additional_chat_templates/tool.jinja"),
-    (as_it_is, "README.md"),
     *(
         (as_it_is, name)
         for name in ("model", "checkpoint-1", str(INNER), f"{INNER}/.metadata", f"{INNER}/__1_0.distcp")

@@ -3,7 +3,6 @@
 import errno
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,21 +11,17 @@ import pytest
 import torch
 from conftest import accel_fsdp
 from peft import LoraConfig, get_peft_model
+from runs import export
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import save as save_dcp
 from transformers import AutoModelForCausalLM
 
-from accel_fsdp import atomic_files, cli
+from accel_fsdp import atomic_files
 from accel_fsdp.checkpoints import discover
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.exporter import command, refusals
 
 HEAD = "lm_head.weight"
-
-
-def export(src: Path, out: Path, **options: Any) -> dict[str, torch.Tensor]:
-    assert command.run(command.ExportCommand(src, out, **{"verify": "bytes", "no_sync": True, **options})) == 0
-    return {name: tensor for path in out.glob("*model*.safetensors") for name, tensor in load_file(path).items()}
 
 
 @pytest.fixture
@@ -49,69 +44,63 @@ def test_addresses_are_no_folders_of_this_machine(
     assert not list(tmp_path.iterdir())
 
 
+INDEX = "model.safetensors.index.json"
+
+
+def edited(name: str, change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """A change of a JSON file of a folder."""
+
+    def edit(folder: Path) -> None:
+        content = json.loads((folder / name).read_text())
+        change(content)
+        (folder / name).write_text(json.dumps(content))
+
+    return edit
+
+
+def elsewhere(index: dict[str, Any]) -> None:
+    listed = index["weight_map"]
+    name = next(name for name, file in listed.items() if list(listed.values()).count(file) > 1)
+    listed[name] = next(file for file in listed.values() if file != listed[name])
+
+
+def linked(name: str, gone: str = "") -> Callable[[Path], None]:
+    """A link to nothing in the place of a file, or of all those of a pattern."""
+
+    def change(folder: Path) -> None:
+        path = folder / name if name else other_shard(folder)
+        for file in folder.glob(gone) if gone else [path]:
+            file.unlink()
+        path.symlink_to("gone")
+
+    return change
+
+
 def other_shard(folder: Path) -> Path:
     """A file of the index that doesn't hold the head."""
     listed = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     return folder / next(file for file in listed.values() if file != listed[HEAD])
 
 
-def list_one_more(folder: Path) -> None:
-    path = folder / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    index["weight_map"]["model.extra.weight"] = index["weight_map"][HEAD]
-    path.write_text(json.dumps(index))
-
-
-def list_elsewhere(folder: Path) -> None:
-    path = folder / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    listed = index["weight_map"]
-    name = next(name for name, file in listed.items() if list(listed.values()).count(file) > 1)
-    listed[name] = next(file for file in listed.values() if file != listed[name])
-    path.write_text(json.dumps(index))
-
-
-INDEX = "model.safetensors.index.json"
-
-
-def cut_the_index(folder: Path) -> None:
-    (folder / INDEX).write_text('{"weight_map"')
-
-
-def list_outside(folder: Path) -> None:
-    (folder / INDEX).write_text('{"weight_map": {"w": "../w.safetensors"}}')
-
-
-def link_to_nothing(name: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        path = folder / name if name else other_shard(folder)
-        path.unlink()
-        path.symlink_to("gone")
-
-    return change
-
-
-def link_alone_to_nothing(folder: Path) -> None:
-    for path in folder.glob("model*"):
-        path.unlink()
-    (folder / "model.safetensors").symlink_to("gone")
-
-
-def name_other_weights(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "transformers_weights": "x.safetensors"}))
-
-
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (cut_the_index, f"/{INDEX} is damaged or cut short: no JSON"),
-        (list_outside, f"/{INDEX} points to '../w.safetensors', outside of its folder"),
-        (link_to_nothing(INDEX), f"/{INDEX} can't be read: it is a link to gone, where there is nothing"),
-        (link_to_nothing(""), ".safetensors can't be read: it is a link to gone, where there is nothing"),
-        (link_to_nothing("config.json"), "config.json can't be read: it is a link to gone, where there is nothing"),
-        (link_alone_to_nothing, "/model.safetensors can't be read: it is a link to gone, where there is nothing"),
-        (name_other_weights, "/x.safetensors is missing, and the config names it"),
+        (lambda folder: (folder / INDEX).write_text('{"weight_map"'), f"/{INDEX} is damaged or cut short: no JSON"),
+        (
+            edited(INDEX, lambda index: index["weight_map"].update(w="../w.safetensors")),
+            f"/{INDEX} points to '../w.safetensors', outside of its folder",
+        ),
+        (linked(INDEX), f"/{INDEX} can't be read: it is a link to gone, where there is nothing"),
+        (linked(""), ".safetensors can't be read: it is a link to gone, where there is nothing"),
+        (linked("config.json"), "config.json can't be read: it is a link to gone, where there is nothing"),
+        (
+            linked("model.safetensors", "model*"),
+            "/model.safetensors can't be read: it is a link to gone, where there is nothing",
+        ),
+        (
+            edited("config.json", lambda config: config.update(transformers_weights="x")),
+            "config.json names other files: transformers_weights",
+        ),
     ],
 )
 def test_the_file_that_is_bad_is_named_with_its_fault(
@@ -128,23 +117,25 @@ def test_the_file_that_is_bad_is_named_with_its_fault(
         assert refused.value.fix.startswith(("copy that file again", "don't trust this", "put a file there"))
 
 
-def hold_another_version(folder: Path) -> None:
-    path = other_shard(folder)
-    tensors = load_file(path)
-    save_file({**tensors, HEAD: torch.zeros(3, 3)}, path, {"format": "pt"})
-
-
-def hold_two_models(folder: Path) -> None:
-    shutil.copy(other_shard(folder), folder / "shard-00001-model-00001-of-00001.safetensors")
+def add_head(path: Path, head: torch.Tensor) -> None:
+    save_file({**load_file(path), HEAD: head}, path, {"format": "pt"})
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (list_one_more, r"index\.json lists model\.extra\.weight in \S+, which doesn't hold it\n"),
-        (list_elsewhere, r"index\.json lists \S+ in model-\S+, which doesn't hold it, while another file does\n"),
-        (hold_another_version, rf"holds a {HEAD} that differs from the one in model-"),
-        (hold_two_models, "holds two models"),
+        (
+            edited(INDEX, lambda index: index["weight_map"].update({"model.extra.weight": index["weight_map"][HEAD]})),
+            r"index\.json lists model\.extra\.weight in \S+, which doesn't hold it\n",
+        ),
+        (
+            edited(INDEX, elsewhere),
+            r"index\.json lists \S+ in model-\S+, which doesn't hold it, while another file does\n",
+        ),
+        (
+            lambda folder: add_head(other_shard(folder), torch.zeros(3, 3)),
+            rf"holds a {HEAD} that differs from the one in model-",
+        ),
     ],
 )
 def test_an_index_and_its_files_agree(
@@ -158,39 +149,8 @@ def test_an_index_and_its_files_agree(
 
 def test_a_tensor_that_two_files_hold_alike(sharded: Path, tmp_path: Path) -> None:
     right = export(sharded, tmp_path / "right")
-    path = other_shard(sharded)
-    save_file({**load_file(path), HEAD: right[HEAD]}, path, {"format": "pt"})
+    add_head(other_shard(sharded), right[HEAD])
     assert torch.equal(export(sharded, tmp_path / "out")[HEAD], right[HEAD])
-
-
-@pytest.mark.parametrize("kind", ["file", "index"])
-def test_weights_that_the_config_names(kind: str, sharded: Path, tiny_model: Path, tmp_path: Path) -> None:
-    """Another file or index than the usual one, as `from_pretrained` takes it; the export's config names none."""
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    with torch.no_grad():
-        model.lm_head.weight.zero_()
-    model.save_pretrained(tmp_path / "other", max_shard_size="100KB" if kind == "index" else "1GB")
-    name = {"file": "zeros.safetensors", "index": "zeros.safetensors.index.json"}[kind]
-    for path in (tmp_path / "other").glob("model*"):
-        renamed = name if kind == "file" or path.name.endswith(".json") else path.name.replace("model", "zeros")
-        content = path.read_bytes()
-        if path.name.endswith(".json"):
-            content = content.replace(b'"model-', b'"zeros-')
-        (sharded / renamed).write_bytes(content)
-    config = json.loads((sharded / "config.json").read_text())
-    (sharded / "config.json").write_text(json.dumps({**config, "transformers_weights": name}))
-    theirs = AutoModelForCausalLM.from_pretrained(sharded).state_dict()[HEAD]
-    assert not theirs.any()
-    assert torch.equal(export(sharded, tmp_path / "out")[HEAD], theirs)
-    assert "transformers_weights" not in json.loads((tmp_path / "out" / "config.json").read_text())
-
-
-@pytest.mark.parametrize("name", ["../other.safetensors", "model.bin", 3, "none.safetensors.index.json"])
-def test_weights_that_no_config_may_name(name: Any, sharded: Path, tmp_path: Path) -> None:
-    config = json.loads((sharded / "config.json").read_text())
-    (sharded / "config.json").write_text(json.dumps({**config, "transformers_weights": name}))
-    with pytest.raises(UserError, match=r"transformers_weights|outside of its folder|is missing"):
-        export(sharded, tmp_path / "out")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -237,26 +197,6 @@ def test_a_full_disk_is_told_all_that_is_needed(
         with pytest.raises(UserError, match=r"needs 67\.\d+ MB, the disk of .* has 67\.11 MB free") as caught:
             export(tiny_model, tmp_path / "out", dtype=dtype)
         assert caught.value.fix.endswith(advice)
-
-
-@pytest.mark.parametrize("old", [True, False])
-def test_an_interrupt_after_the_export_does_not_deny_it(
-    old: bool, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    words = ["export", str(tiny_model), str(tmp_path / "out"), "--verify", "bytes"]
-    if old:
-        assert cli.call(words) == 0
-    monkeypatch.setattr(sys, "argv", ["accel-fsdp", *words, *(["--force"] if old else [])])
-    for place, left in (("_find_and_export", "OUT is as it was"), ("_show", "is new and complete")):
-        with monkeypatch.context() as patch:
-            patch.setattr(command, place, interrupt)
-            with pytest.raises(SystemExit):
-                cli.main()
-        output = capsys.readouterr().err
-        assert left in output.strip().splitlines()[-1], output
 
 
 def test_lists_are_whole_without_a_terminal(tiny_model: Path, tmp_path: Path) -> None:
@@ -326,16 +266,14 @@ def test_a_file_that_is_named_is_the_one_that_is_read(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_adapter_beside_a_model(
-    crowd: Path, tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_adapter_beside_a_model(crowd: Path, tiny_model: Path, tmp_path: Path) -> None:
     path = crowd / "adapter_model.safetensors"
     given: dict[str, Any] = {"model": str(tiny_model)}
     assert export(path, tmp_path / "file", **given).keys() == load_file(path).keys()
-    assert HEAD in export(crowd, tmp_path / "folder", **given)
-    assert "passed over: the adapter" in capfd.readouterr().err
-    for src, out in ((path, "one"), (crowd, "two")):
-        export(src, tmp_path / out, merge_adapter=True, **given)
+    assert HEAD in export(crowd / "model.safetensors", tmp_path / "whole", **given)
+    with pytest.raises(UsageError, match="holds a model and an adapter"):
+        export(crowd, tmp_path / "folder", **given)
+    export(path, tmp_path / "one", merge_adapter=True, **given)
     with pytest.raises(UserError, match="--merge-adapter, and the checkpoint has no adapter"):
         export(crowd / "model.safetensors", tmp_path / "three", merge_adapter=True, **given)
     path.rename(crowd / "mine.safetensors")

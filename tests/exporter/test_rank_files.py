@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import accel_fsdp
-from safetensors.torch import load_file
+from runs import State, export, same
 from torch.distributed.checkpoint import save as save_dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -16,27 +16,15 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from accel_fsdp import exporter
 from accel_fsdp.errors import UsageError, UserError
 
 SIZES = {"vocab_size": 101, "hidden_size": 36, "intermediate_size": 50, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "architectures": ["LlamaForCausalLM"]}
-State = dict[str, torch.Tensor]
 
 
 def llama(seed: int = 0, **sizes: int) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(**{**SIZES, **sizes}, **HEADS, dtype="float32"))
-
-
-def export(src: Path, out: Path, **options: Any) -> State:
-    assert exporter.run(exporter.ExportCommand(src, out, **{"verify": "bytes", "no_sync": True, **options})) == 0
-    return load_file(out / "model.safetensors")
-
-
-def same(first: State, other: State) -> None:
-    assert first.keys() == other.keys()
-    assert all(torch.equal(tensor, other[name]) for name, tensor in first.items())
 
 
 def sharded(state: State, rank: int, shape: tuple[int, ...], placements: list[Any]) -> State:

@@ -1,9 +1,6 @@
 """`accel-fsdp convert`: training goes on under another engine, on another number of ranks, as if it hadn't moved."""
 
 import json
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -11,10 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, Finished, accel_fsdp, accelerate_launch, made_yaml
-from reference import equal, job_words, losses_of
-from safetensors.torch import load_file
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from conftest import ROOT, Finished, accelerate_launch, made_yaml
+from reference import job_words, losses_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from accel_fsdp import conversion
@@ -136,42 +131,6 @@ def test_training_goes_on_under_another_engine(
         assert state["exp_avg"].abs().sum() > 0
     assert_equal(torch.load(tmp_path / "weights.pt", weights_only=True), source.weights)
     assert losses_of(run, STEPS) == pytest.approx(source.losses, rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("engine", "tp"), [("zero1", 2), ("zero3", 1), pytest.param("zero2", 1, marks=pytest.mark.slow)]
-)
-def test_a_universal_checkpoint(engine: str, tp: int, sources: Sources, tmp_path: Path) -> None:
-    """It has what the ranks' files have, from which DeepSpeed's own script makes it, and is exported too.
-
-    That script joins what tensor parallelism split; the model's files still tell of it.
-    """
-    source = sources(engine).checkpoint
-    universal = tmp_path / "universal" / source.name
-    shutil.copytree(source, universal, ignore=shutil.ignore_patterns("global_step*"))
-    folders = (source / f"global_step{SAVED}", universal / f"global_step{SAVED}_universal")
-    script = "deepspeed.checkpoint.ds_to_universal"
-    words = ["--input_folder", folders[0], "--output_folder", folders[1], "--inject_missing_state"]
-    workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
-    subprocess.run([sys.executable, "-m", script, *words, *workers], check=True, capture_output=True, timeout=300)
-    for path in folders[1].glob("*_model_states.pt"):
-        torch.save(torch.load(path, weights_only=False) | {"mp_world_size": tp}, path)
-
-    for name, checkpoint in {"from": source, "to": universal}.items():
-        command = conversion.ConvertCommand(checkpoint, tmp_path / name / source.name, to="fsdp2")
-        assert conversion.convert(command) == 0
-    for folder in ("pytorch_model_fsdp_0", "optimizer_0"):
-        contents = []
-        for name in ("from", "to"):
-            dcp_to_torch_save(tmp_path / name / source.name / folder, tmp_path / "whole.pt")
-            contents.append(torch.load(tmp_path / "whole.pt", weights_only=True))
-        assert equal(*contents)
-    assert not list((tmp_path / "to" / source.name).glob("latest*"))
-
-    exported = accel_fsdp("export", universal, tmp_path / "exported", "--dtype", "float32")
-    assert exported.code == 0, exported.output
-    weights = load_file(tmp_path / "exported" / "model.safetensors")
-    assert_equal(weights, sources(engine).weights)
 
 
 @pytest.mark.slow
