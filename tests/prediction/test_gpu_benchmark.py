@@ -30,9 +30,7 @@ def test_it_measures_on_the_cpu_and_replaces_what_it_kept(tmp_path: Path) -> Non
     assert last == old
     assert {row["layout"]["engine"] for row in rows} == {"single", "fsdp2", "fsdp1"}
     for row in rows:
-        assert abs(row["error"]["steady"]) < 0.01, row
-        assert abs(row["error"]["step"]) < 0.01, row
-        assert abs(row["error"]["peak"]) < 0.01, row
+        assert all(abs(row["error"][name]) < 0.01 for name in ("steady", "step", "peak")), row
     gpu.keep(out, rows)
     assert len(json.loads(out.read_text())["cases"]) == 4
 
