@@ -1,12 +1,13 @@
 """Tensor and expert parallelism: what the planner says a rank holds, against real ranks on transformers' own meshes."""
 
+import json
 from pathlib import Path
 
 import axes
 import pytest
 import yaml
-from conftest import here, planned
 
+from accel_fsdp import cli
 from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UsageError
 from accel_fsdp.job import from_yaml
@@ -32,7 +33,12 @@ def test_the_highest_point_is_where_a_real_step_has_it(tmp_path: Path, monkeypat
     for setting, real in zip(asked, axes.measured(asked, tmp_path), strict=True):
         prediction = axes.predicted(setting)
         assert (prediction["parameters"], prediction["gradients"]) == (real["parameters"], real["gradients"])
-        assert abs(prediction["peak"] / real["peak"] - 1) <= 0.025, (setting["model"], setting["name"])
+        assert abs(prediction["peak"] / real["peak"] - 1) <= 0.025, (
+            setting["model"],
+            setting["name"],
+            prediction,
+            real,
+        )
 
 
 def mesh_of(shards_: int, tensor: int, copies: int = 1, **other: int) -> JobConfig:
@@ -88,18 +94,20 @@ def test_what_ranks_can_not_divide_is_refused_with_the_numbers(
     assert next((misfit.what for misfit in misfits), "") == what
 
 
-def test_a_plan_refuses_them_and_predicts_the_others(tmp_path: Path) -> None:
+def test_a_plan_refuses_them_and_predicts_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, arguments = tmp_path / "fsdp.yaml", tmp_path / "args.yaml"
     config.write_text(yaml.safe_dump({**mesh_of(4, 2).values, "num_machines": 1}))
     arguments.write_text("bf16: true\nmax_length: 512\nper_device_train_batch_size: 1\npacking: true\n")
-    words = ("--config", config, "--args", arguments, "--gpus", "8xH100-80GB", "--model")
-    refused = here("plan", *words, "HuggingFaceTB/SmolLM2-135M")
-    assert (refused.code, "tp 2 doesn't divide the model's 9 attention heads" in refused.text) == (2, True)
-    report = planned(*words, "Qwen/Qwen3-0.6B")
+    words = ["plan", "--config", str(config), "--args", str(arguments), "--gpus", "8xH100-80GB", "--json", "--model"]
+    with pytest.raises(UsageError, match="tp 2 doesn't divide the model's 9 attention heads"):
+        cli.call([*words, "HuggingFaceTB/SmolLM2-135M"])
+    assert cli.call([*words, "Qwen/Qwen3-0.6B"]) == 0
+    report = json.loads(capsys.readouterr().out)
     [row] = report["strategies"]
-    assert (row["strategy"], row["tensor_parallel"], row["fits"]) == ("FSDP2 FULL_SHARD, tp 2", 2, "yes")
+    assert (row["strategy"], row["tensor_parallel"]) == ("FSDP2 FULL_SHARD, tp 2", 2)
     assert row["peak_bytes"] > 0
     assert {row[name] for name in ("step_seconds", "tokens_per_s_per_gpu", "mfu", "bound", "sent_bytes")} == {None}
     assert report["cost"] is None
     arguments.write_text("bf16: true\nmax_length: 512\nper_device_train_batch_size: 1\nuse_peft: true\n")
-    assert "an adapter with tp 2" in here("plan", *words, "Qwen/Qwen3-0.6B").text  # as train/sft.py does
+    with pytest.raises(UsageError, match="an adapter with tp 2"):  # as train/sft.py does
+        cli.call([*words, "Qwen/Qwen3-0.6B"])
