@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 import accel_fsdp as package
 from accel_fsdp.errors import UsageError, UserError
-from accel_fsdp.hardware import machines
 from accel_fsdp.job import from_arguments
 from accel_fsdp.planner import workload
 from accel_fsdp.prediction import RANGE
