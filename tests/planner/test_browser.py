@@ -48,10 +48,8 @@ def test_the_answer_is_the_commands() -> None:
         ({"model": "gpt2", "gpus": "2xA100", "seq_len": "many"}, "--seq-len takes a whole number, not many"),
         ({"model": "gpt2", "gpus": "2xA100", "seq_length": "9"}, "Did you mean --seq-len?"),
         ({"model": "gpt2", "gpus": "8xH10"}, "Did you mean H100?"),
-        ({"model": "gpt2", "gpus": "0xH100"}, "--gpus 0xH100 can't be read"),
         ({"model": "gpt2", "gpus": "2xA100", "method": "dora"}, "--method takes one of full, lora, qlora, not dora"),
         ({"model": "gpt2"}, "--gpus is missing"),
-        ({"model": "gpt2", "gpus": "2xA100", "seq_len": "--help"}, "--seq-len takes a whole number, not --help"),
         ({"model": "gpt2", "gpus": "2xA100", "dtype": "--json"}, "--dtype takes one of float32, bfloat16, float16"),
     ],
     ids=lambda word: " ".join(word.values()) if isinstance(word, dict) else "",
@@ -70,7 +68,6 @@ def test_what_the_command_refuses_the_page_refuses(given: dict[str, str], what: 
     [
         ({"model": "Llama-2-7"}, "Did you mean meta-llama/Llama-2-7b-hf?"),
         ({"model": "."}, ". isn't on this page"),
-        ({"html": "a.html"}, "--html isn't on this page"),
         ({"config": "/etc/passwd"}, "--config isn't on this page"),
         ({"attention": "eager"}, "This choice isn't on this page"),
     ],

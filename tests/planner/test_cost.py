@@ -46,25 +46,19 @@ def job(tmp_path: Path) -> Any:
     return write
 
 
-@pytest.mark.parametrize(
-    ("words", "steps"),
-    [
-        (("--tokens", "2B"), lambda batch: math.ceil(2_000_000_000 / (batch * 4096))),
-        (("--tokens", "1.5T"), lambda batch: math.ceil(1_500_000_000_000 / (batch * 4096))),
-    ],
-)
-def test_steps_hours_and_money_are_those_of_the_step(words: tuple[str, ...], steps: Any) -> None:
+def test_steps_hours_and_money_are_those_of_the_step() -> None:
     """What is said of them has two digits and a range."""
-    report = planned(*H100S, *words, "--price", "2.5")
+    words = (*H100S, "--tokens", "2B", "--price", "2.5")
+    report = planned(*words)
     choice, spent = report["choice"], report["cost"]
-    assert spent["steps"] == steps(choice["global_batch"])
+    assert spent["steps"] == math.ceil(2_000_000_000 / (choice["global_batch"] * 4096))
     assert spent["tokens"] == spent["steps"] * choice["global_batch"] * 4096
     hours = spent["steps"] * choice["step_seconds"] * RANGE[1] / 3600
     assert spent["hours_at_most"] == pytest.approx(hours)
     assert spent["gpu_hours_at_most"] == pytest.approx(8 * hours)
     assert spent["money_at_most"] == pytest.approx(20 * hours)
-    text = here("plan", *H100S, *words, "--price", "2.5", "--details").text
-    assert hours < 1 or f" {two_digits(hours * RANGE[0] / RANGE[1])} to {two_digits(hours)} hours;" in text
+    text = here("plan", *words, "--details").text
+    assert f" {two_digits(hours * RANGE[0] / RANGE[1])} to {two_digits(hours)} hours;" in text
     assert "exporting come on top" in text
 
 

@@ -22,18 +22,11 @@ from accel_fsdp.prediction.memory import (
     Meter,
     ModelShape,
     Parameter,
-    shards,
     step,
-    variant_of,
 )
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 CONFIGS = ROOT / "accelerate_configs"
-
-
-def predicted(recipe: Recipe, layout: Layout, name: str = LLAMA) -> step.Prediction:
-    stored = trace_store.find(name) or pytest.fail("not bundled")
-    return step.predict(stored[0], stored[1][variant_of(recipe, layout.engine)], recipe, layout)
 
 
 def test_the_table_of_a_known_model() -> None:
@@ -44,7 +37,7 @@ def test_the_table_of_a_known_model() -> None:
     assert "Equally fast within the error of a prediction" in shown.text
 
 
-def run_light(*words: str | Path, **environment: str) -> tuple[str, list[str]]:
+def run_light(*words: str | Path) -> tuple[str, list[str]]:
     """What a command prints in a process of its own, and which heavy libraries it imports."""
     code = (
         f"import sys; sys.argv = {['accel-fsdp', *map(str, words)]!r}\n"
@@ -53,7 +46,7 @@ def run_light(*words: str | Path, **environment: str) -> tuple[str, list[str]]:
         "except SystemExit:\n    pass\n"
         "print('IMPORTED', *({'torch', 'transformers', 'accelerate', 'numpy'} & set(sys.modules)))"
     )
-    printed, _, imported = run([sys.executable, "-c", code], **environment).output.partition("IMPORTED")
+    printed, _, imported = run([sys.executable, "-c", code]).output.partition("IMPORTED")
     return printed, imported.split()
 
 
@@ -64,12 +57,13 @@ def test_no_heavy_library_is_imported(flag: str, machines: str) -> None:
 
 
 @pytest.mark.slow
-def test_an_unseen_config_is_traced_once(tiny_model: Path, tmp_path: Path) -> None:
+def test_an_unseen_config_is_traced_once(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("plan", "--model", tiny_model, "--gpus", "2xA100", "--seq-len", "64")
-    first = run([sys.executable, "-m", "accel_fsdp", *words], XDG_CACHE_HOME=str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = here(*words)
     assert first.code == 0, first.output
     assert list((tmp_path / "accel-fsdp").iterdir())
-    second, imported = run_light(*words, XDG_CACHE_HOME=str(tmp_path))
+    second, imported = run_light(*words)
     assert "torch" not in imported
     assert second in first.output  # the first import of bitsandbytes may add a line
 
@@ -80,34 +74,24 @@ REFUSED = [
     ("--model gpt2 --gpus 0xH100", "can't be read"),
     ("--model gpt2 --gpus 8xH100-0GB", "8xH100-0GB can't be read"),
     ("--model gpt2 --gpus 1xA100-800GB", "Did you mean 80GB?"),
-    ("--model gpt2 --compare 1xA100-800GB,8xH100", "Did you mean 80GB?"),
     ("--model gpt2 --gpus 100xH100", "--gpus 13x8xH100"),
     ("--model gpt2 --gpus 99999999999xH100", "is 99,999,999,999 GPUs"),
     ("--model gpt2 --gpus 8xAscend910B", "an NPU"),
     ("--model gpt2 --gpus cpu", "a plan is about GPUs"),
     ("--model gpt2 --gpus 2x8xH100 --nodes 3", "names 2 machines"),
     ("--model gpt2 --gpus 8xT4 --attention flash", "flash_attention_2 needs compute capability 8.0"),
-    ("--model gpt2 --gpus 8xV100-32GB --attention flash", "flash_attention_2 needs compute capability 8.0"),
     ("--model ./no/such --gpus 8xH100", "does not exist"),
     ("--model meta-llama/Llama-3.1-8 --gpus 8xH100", "Did you mean meta-llama/Llama-3.1-8B?"),
     *((f"{JOB[0]}--{flag} 0", f"--{flag} 0 is less than 1") for flag in ("batch", "accumulation", "nodes")),
     (JOB[0] + "--global-batch 0", "--global-batch 0 is less than 1"),
     (JOB[0] + "--lora-rank -8", "--lora-rank -8 is less than 1"),
-    (JOB[0] + "--host-memory -1", "--host-memory -1 is less than 1"),
     (JOB[0] + "--host-memory -3", "a machine has some memory to load the model"),
     (JOB[0] + "--global-batch 100", "--global-batch 96, or 104"),
     (JOB[0] + "--global-batch 64 --accumulation 4", "leave out one of them"),
-    (JOB[0] + "--batch 1000000000", "--batch 1000000000 makes a step of 2,048,000,000,000 tokens"),
-    (JOB[0] + "--accumulation 1000000000", "--accumulation 1000000000 makes a step of"),
-    (JOB[0] + "--global-batch 1000000000", "--global-batch 1000000000 makes a step of"),
     (JOB[0] + f"--config {CONFIGS}/fsdp2.yaml -o x.yaml", "recommends no other one"),
     (JOB[0] + "--args no-such.json", "--args without --config"),
-    (JOB[0] + "-o same --html same", "-o and --html are both same"),
     (JOB[0] + "--tokens 2X", "--tokens 2X is not a number of tokens"),
     (JOB[0] + "--tokens 0", "is not a number of tokens"),
-    (JOB[0] + "--tokens 1.5", "is not a number of tokens"),
-    (JOB[0] + "--tokens 2B --dataset-rows 5", "--tokens beside --dataset-rows"),
-    (JOB[0] + "--dataset-rows 0", "it has to be 1 or more"),
     (JOB[0] + "--tokens 2B --price nan", "--price nan"),
     (JOB[0] + "--price 1", "--price without --tokens"),
     (JOB[0] + "--price 2,5", "--price takes a number, not 2,5"),
@@ -120,7 +104,6 @@ REFUSED = [
     (JOB[1] + "--compare 8xH100 -o x.yaml", "--output beside --compare"),
     (JOB[1] + "--compare 8xH100 --html x.html", "--html beside --compare"),
     (JOB[1] + "--compare 8xH100 --nodes 2", "--nodes beside --compare"),
-    (JOB[1] + "--compare 8xH100 --batch 0", "--batch 0 is less than 1"),
     (JOB[1] + "--compare 8xH100,8xV100-32GB --attention flash", "flash doesn't run on V100"),
 ]
 
@@ -142,11 +125,8 @@ def test_what_cannot_be_is_one_clear_error(
     [
         *((text, "8xH100") for text in ("8 H100", "8 x H100", "H100 x8", "H100 x 8", "H100x8", "8*H100", "1x8 H100")),
         *((text, "8xA100-40GB") for text in ("8 A100 40GB", "A100-40GB x 8", "A100 40GB x8")),
-        *((text, "2xRTX 4090") for text in ("2 RTX 4090", "RTX 4090 x 2")),
         *((text, "4x4090") for text in ("4090 x 4", "4 4090")),
-        ("4 x MI300X", "4xMI300X"),
         ("MI300X x 4", "4xMI300X"),
-        ("RTX PRO 6000 x 2", "2xRTX PRO 6000"),
         ("2 x 8 H100", "2x8xH100"),
         ("RTX PRO 6000", "1xRTX PRO 6000"),
         ("4090", "1x4090"),
@@ -156,9 +136,7 @@ def test_gpus_are_read_in_any_usual_order(text: str, means: str) -> None:
     assert parse(text) == parse(means)
 
 
-def test_a_count_after_the_name_is_planned_and_written_as_one_before_it(tmp_path: Path) -> None:
-    first, second = (planned("--model", "gpt2", "--gpus", name) for name in ("8xH100", "H100 x 8"))
-    assert first == second
+def test_a_count_after_the_name_is_written_as_one_before_it(tmp_path: Path) -> None:
     path = tmp_path / "made.yaml"
     assert here("config", "--yes", "--model", "gpt2", "--gpus", "H100 x 8", "-o", path).code == 0
     assert "--gpus 8xH100 " in path.read_text()
@@ -234,42 +212,6 @@ def test_the_largest_micro_batch_fits_and_one_more_row_does_not() -> None:
     assert (at, above) == (True, False)
 
 
-def twelve_gigabytes() -> ModelShape:
-    """The lecture's model: 3 billion float32 parameters in 30 equal layers."""
-    layer = Block("Layer", tuple(range(30)), (Parameter("weight", (10_000, 10_000), "linear"),))
-    return ModelShape("lecture", "none", 10_000, 1, 1, 1, (layer,), (), tied=False)
-
-
-def test_the_lectures_picture() -> None:
-    """12 GB of parameters with Adam on 4 GPUs: 48 GB on each under DDP, 12 GB under FULL_SHARD beside one layer."""
-    recipe = Recipe(precision="no")
-
-    def held(layout: Layout) -> float:
-        units = step.units_of(twelve_gigabytes(), recipe, layout)
-        parameters = sum(shards.shard_bytes(unit, layout) for unit in units)
-        gradients = sum(shards.trained_bytes(unit, layout, 4, shard=True) for unit in units)
-        return (parameters + gradients + sum(shards.optimizer_bytes(unit, recipe, layout) for unit in units)) / 1e9
-
-    assert held(Layout(Engine.DDP, 1, 4, 4)) == 48
-    assert held(Layout(Engine.FSDP2, 1, 4, 4)) == 12
-    assert held(Layout(Engine.FSDP1, 1, 4, 4)) == pytest.approx(12, abs=1e-6)
-
-
-def test_what_is_alive_in_mixed_precision() -> None:
-    """12 bytes per parameter and rank between steps: float32 masters and two moments, no 16-bit copy."""
-    recipe, layout = Recipe(rows=4, length=4096, checkpointing="full"), Layout(Engine.FSDP2, 1, 8, 8)
-    prediction = predicted(recipe, layout)
-    peak = prediction.peak
-    assert prediction.steady == pytest.approx(12 * 8_030_261_248 / 8, rel=1e-3)
-    assert peak.phase == "loss"
-    assert peak.live[PARAMETERS] > 0
-    assert peak.live[OPTIMIZER] == 2 * peak.live[PARAMETERS]
-    assert peak.live[GRADIENTS] == 0 or peak.live[GRADIENTS] < peak.live[PARAMETERS]
-    for ranks in (8, 64, 1024):  # more ranks never take more memory each
-        few, more = (predicted(recipe, replace(layout, ranks=count)).peak.total for count in (ranks, ranks * 2))
-        assert more <= few
-
-
 def test_the_plan_is_at_most_16_lines_and_ends_with_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     """At 80 columns, in which what is to be copied counts as one line; also where nothing fits, or a strategy fails."""
     monkeypatch.setenv("COLUMNS", "80")
@@ -305,12 +247,6 @@ def test_a_yaml_is_predicted_as_it_is(name: str, machine: str, layout: Layout) -
         recipe = replace(recipe, checkpointing="full")
     job = Job(layout, recipe)
     assert row["peak_bytes"] == problem_of(job, None).evaluate(job).device.allocated
-
-
-def test_a_yaml_made_here_says_its_model_and_machine() -> None:
-    path = CONFIGS / "fsdp2_lora.yaml"
-    named = ("--model", LLAMA, "--gpus", "8xH100-80GB", "--method", "lora")
-    assert planned("--config", path) == planned("--config", path, *named)
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
