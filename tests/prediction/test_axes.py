@@ -87,8 +87,9 @@ def test_what_ranks_can_not_divide_is_refused_with_the_numbers(
     model: str, tensor: int, experts: int, what: str
 ) -> None:
     shape, _ = trace_store.find(model) or pytest.fail("not bundled")
-    misfits = shape.division.misfits({"fsdp": 1, "tp": tensor, "ep": experts})
+    misfits = list(shape.division.misfits({"fsdp": 1, "tp": tensor, "ep": experts}))
     assert next((misfit.what for misfit in misfits), "") == what
+    assert all(misfit.why for misfit in misfits)
 
 
 def test_a_plan_refuses_them_and_predicts_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
