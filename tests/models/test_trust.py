@@ -1,10 +1,12 @@
 """Python that comes with a model: no command asks whether to run it, none runs it, and the refusal says what to do."""
 
+import ast
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from transformers import LlamaConfig
 from accel_fsdp import models
 from accel_fsdp.models import remote_code
 
+READERS = {"from_pretrained", "from_config"}
 KERNEL_KEYS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 CODE = """import pathlib
 pathlib.Path({trace!r}).write_text("ran")
@@ -197,3 +200,22 @@ def test_the_training_script_runs_code_only_when_told_so(
     assert type(tokenizer).__name__ == "EvilTokenizer"
     assert trace.exists()
     assert type(load_model.load_model(arguments, tokenizer)).__name__ == "EvilModel"
+
+
+def test_every_reader_of_a_model_says_whether_code_may_run() -> None:
+    silent = [
+        f"{path.relative_to(ROOT)}:{call.lineno}"
+        for path in (*ROOT.glob("accel_fsdp/**/*.py"), *ROOT.glob("train/*.py"), *ROOT.glob("benchmarks/*.py"))
+        for call in readers(path)
+        if "trust_remote_code" not in {keyword.arg for keyword in call.keywords}
+    ]
+    assert silent == []
+
+
+def readers(path: Path) -> Iterator[ast.Call]:
+    """The calls in a file that make transformers read a model, its config or its tokenizer."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in READERS:
+            owner = ast.unparse(node.func.value).rpartition(".")[2]
+            if owner.startswith("Auto") or not owner[:1].isupper():  # a class that is named runs its own code
+                yield node
