@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import gc
+import io
 import json
 import math
 import os
@@ -19,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import hypothesis
@@ -251,6 +253,37 @@ def accelerate_launch(
 def accel_fsdp(*args: str | Path) -> Finished:
     """The console command."""
     return run([sys.executable, "-m", "accel_fsdp", *args])
+
+
+@dataclass(frozen=True)
+class Called(Finished):
+    """A command that ran in this process. `printed` is what went to stdout; `text` is all of it, in one line."""
+
+    printed: str = ""
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.output.split())
+
+
+def here(*args: str | Path) -> Called:
+    """The console command, in this process: quicker, for what starts no other one."""
+    from accel_fsdp import cli, errors
+
+    out, err, codes = io.StringIO(), io.StringIO(), [0]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = errors.guard(lambda: codes.append(cli.call([str(word) for word in args])))
+    return Called(code or codes[-1], out.getvalue() + err.getvalue(), printed=out.getvalue())
+
+
+def planned(*words: str | Path) -> dict[str, Any]:
+    """The report of `accel-fsdp plan`, whose exit code says whether anything fits."""
+    called = here("plan", *words, "--json")
+    assert called.printed, called.output
+    report: dict[str, Any] = json.loads(called.printed)
+    fits = report["choice"] if "choice" in report else report["fastest"]
+    assert called.code == (0 if fits else 1), called.output
+    return report
 
 
 def made_yaml(**flags: str) -> str:

@@ -61,16 +61,14 @@ def test_a_config_that_names_no_class_means_the_one_for_all_its_parts(name: str,
     assert (plain.parameters, plain.wrap_classes) == (named.parameters, named.wrap_classes)
 
 
-def test_the_text_alone_is_built_where_the_config_names_its_class(tmp_path: Path) -> None:
-    config = transformers.MllamaConfig(architectures=["MllamaForCausalLM"])
-    config.save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    ("name", "parameters", "of_language"),
+    [("MllamaForCausalLM", 9_775_192_080, 0), ("MllamaForConditionalGeneration", 10_642_941_475, 9_775_192_080)],
+)
+def test_the_language_part_is_built_if_named(name: str, parameters: int, of_language: int, tmp_path: Path) -> None:
+    transformers.MllamaConfig(architectures=[name]).save_pretrained(tmp_path)
     facts = models.read_model(str(tmp_path))
-    assert (facts.parameters, facts.language_parameters) == (9_775_192_080, 0)
-
-
-def test_the_language_part_is_named(tmp_path: Path) -> None:
-    facts = models.read_model(str(written("MllamaForConditionalGeneration", tmp_path)))
-    assert (facts.language_parameters, facts.parameters) == (9_775_192_080, 10_642_941_475)
+    assert (facts.parameters, facts.language_parameters) == (parameters, of_language)
 
 
 @pytest.mark.parametrize("architectures", [["NoSuchModel"], ["AutoModel"], ["BertModel"], ["LlamaForCausalLM"], "Bert"])

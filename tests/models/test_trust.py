@@ -90,18 +90,17 @@ def refused(ended: subprocess.CompletedProcess[str], trace: Path) -> None:
 
 
 def test_commands_that_read_a_model_neither_ask_nor_run_its_code(planted: Path, trace: Path, tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(YAML)
-    checked = run_with_yes("check", tmp_path / "job.yaml", "--model", planted, "--json")
+    job, out = tmp_path / "job.yaml", tmp_path / "out.yaml"
+    job.write_text(YAML)
+    checked = run_with_yes("check", job, "--model", planted, "--json")
     refused(checked, trace)
     assert len(json.loads(checked.stdout)) == 1
     planned = run_with_yes("plan", "--model", planted, "--gpus", "2xA100-80GB", "--json")
     refused(planned, trace)
     assert planned.stdout == ""
-    refused(
-        run_with_yes("config", "--yes", "--model", planted, "--gpus", "2xA100-80GB", "-o", tmp_path / "out.yaml"), trace
-    )
-    assert not (tmp_path / "out.yaml").exists()
-    words = ("config", "--yes", "--model", planted, "--gpus", "2xA100-80GB", "-o", tmp_path / "out.yaml")
+    words = ("config", "--yes", "--model", planted, "--gpus", "2xA100-80GB", "-o", out)
+    refused(run_with_yes(*words), trace)
+    assert not out.exists()
     written = run_with_yes(*words, "--layer-class", "EvilLayer")
     message = " ".join((written.stdout + written.stderr).split())
     assert written.returncode == 0, message
@@ -114,10 +113,6 @@ def test_commands_that_read_a_model_neither_ask_nor_run_its_code(planted: Path, 
 def test_an_export_neither_asks_nor_runs_code(planted: Path, trace: Path, tmp_path: Path) -> None:
     refused(run_with_yes("export", planted, tmp_path / "out"), trace)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_bytes_alone_are_exported_without_the_code_being_run(planted: Path, trace: Path, tmp_path: Path) -> None:
     run_with_yes("export", planted, tmp_path / "out", "--verify", "bytes")
     assert not trace.exists()
 
@@ -150,9 +145,14 @@ def test_code_in_a_nested_config_is_not_run(planted: Path, trace: Path) -> None:
     assert not trace.exists()
 
 
-@pytest.mark.parametrize("key", KERNEL_KEYS)
-def test_a_config_cannot_name_a_repository_of_kernels(key: str, planted: Path) -> None:
-    edit(planted / "config.json", model_type="llama", **{key: "some/kernel"})
+@pytest.mark.parametrize("key", [*KERNEL_KEYS, "a", "renamed"])
+def test_a_config_cannot_name_a_repository_of_kernels(key: str, planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor rename the setting, by itself or by its class: what counts is the config as it was built."""
+    names = {"a": "_attn_implementation"}
+    if key == "renamed":
+        monkeypatch.setattr(LlamaConfig, "attribute_map", names)
+    edit(planted / "config.json", model_type="llama", **({"attribute_map": names} if key == "a" else {}))
+    edit(planted / "config.json", **{"a" if key == "renamed" else key: "some/kernel"})
     with pytest.raises(remote_code.NeedsCode, match="names a repository of code"):
         models.read_config(str(planted))
 
@@ -167,20 +167,6 @@ def test_a_nested_config_cannot_either(key: str, planted: Path) -> None:
     except remote_code.NeedsCode:
         return
     assert (text._attn_implementation, text._experts_implementation) == (None, None)
-
-
-def test_a_config_cannot_rename_the_setting_of_kernels(planted: Path) -> None:
-    edit(planted / "config.json", model_type="llama", attribute_map={"a": "_attn_implementation"}, a="some/kernel")
-    with pytest.raises(remote_code.NeedsCode, match="names a repository of code"):
-        models.read_config(str(planted))
-
-
-def test_a_class_that_renames_the_setting_of_kernels(planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What counts is the config as it was built."""
-    monkeypatch.setattr(LlamaConfig, "attribute_map", {"a": "_attn_implementation"})
-    edit(planted / "config.json", model_type="llama", a="some/kernel")
-    with pytest.raises(remote_code.NeedsCode, match="names a repository of code"):
-        models.read_config(str(planted))
 
 
 def test_flash_attention_is_not_fetched_to_look_at_a_model(planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:

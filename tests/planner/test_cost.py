@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import accel_fsdp
+from conftest import here, planned
 from hypothesis import given
 from hypothesis import strategies as st
 
 import accel_fsdp as package
 from accel_fsdp.errors import UsageError, UserError
-from accel_fsdp.hardware import machines
 from accel_fsdp.job import from_arguments
 from accel_fsdp.planner import workload
 from accel_fsdp.prediction import RANGE
@@ -32,76 +31,46 @@ ARGUMENTS = {
 }
 
 
-def planned(*words: str | Path, code: int = 0) -> dict[str, Any]:
-    finished = accel_fsdp("plan", *words, "--json")
-    assert finished.code == code, finished.output
-    report: dict[str, Any] = json.loads(finished.output)
-    return report
-
-
-def printed(*words: str | Path) -> str:
-    """What the command says, in one line."""
-    return " ".join(accel_fsdp("plan", *words).output.split())
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Any:
+@pytest.fixture
+def job(tmp_path: Path) -> Any:
     """Writes a YAML of two machines with eight GPUs each, and the arguments of its script; returns the flags."""
-    folder = tmp_path_factory.mktemp("job")
-    file = folder / "job.yaml"
-    text = package.to_yaml({"model": "meta-llama/Llama-3.1-8B", "gpus": "2x8xH100-80GB", "main_process_ip": "first"})
+    file, args = tmp_path / "job.yaml", tmp_path / "args.json"
+    file.write_text(
+        package.to_yaml({"model": "meta-llama/Llama-3.1-8B", "gpus": "2x8xH100-80GB", "main_process_ip": "first"})
+    )
 
-    def write(*changes: tuple[str, str], **arguments: object) -> tuple[str | Path, ...]:
-        changed = text
-        for old, new in changes:
-            assert old in changed
-            changed = changed.replace(old, new)
-        file.write_text(changed)
-        (folder / "args.json").write_text(json.dumps({**ARGUMENTS, **arguments}))
-        return (*LLAMA, "--gpus", "2x8xH100-80GB", "--config", file, "--args", folder / "args.json")
+    def write(**arguments: object) -> tuple[str | Path, ...]:
+        args.write_text(json.dumps({**ARGUMENTS, **arguments}))
+        return (*LLAMA, "--gpus", "2x8xH100-80GB", "--config", file, "--args", args)
 
     return write
 
 
-@pytest.mark.parametrize(
-    ("words", "steps"),
-    [
-        (("--tokens", "2B"), lambda batch: math.ceil(2_000_000_000 / (batch * 4096))),
-        (("--tokens", "1.5T"), lambda batch: math.ceil(1_500_000_000_000 / (batch * 4096))),
-    ],
-)
-def test_steps_hours_and_money_are_those_of_the_step(words: tuple[str, ...], steps: Any) -> None:
-    report = planned(*H100S, *words, "--price", "2.5")
+def test_steps_hours_and_money_are_those_of_the_step() -> None:
+    """What is said of them has two digits and a range."""
+    words = (*H100S, "--tokens", "2B", "--price", "2.5")
+    report = planned(*words)
     choice, spent = report["choice"], report["cost"]
-    assert spent["steps"] == steps(choice["global_batch"])
+    assert spent["steps"] == math.ceil(2_000_000_000 / (choice["global_batch"] * 4096))
     assert spent["tokens"] == spent["steps"] * choice["global_batch"] * 4096
     hours = spent["steps"] * choice["step_seconds"] * RANGE[1] / 3600
     assert spent["hours_at_most"] == pytest.approx(hours)
     assert spent["gpu_hours_at_most"] == pytest.approx(8 * hours)
     assert spent["money_at_most"] == pytest.approx(20 * hours)
-
-
-def test_no_price_is_built_in() -> None:
-    spent = planned(*H100S, "--tokens", "500M")["cost"]
-    assert spent["money_at_most"] is None
-    assert "they cost" not in printed(*H100S, "--tokens", "500M")
-    assert planned(*H100S)["cost"] is None
-
-
-def test_what_is_said_has_two_digits_and_a_range() -> None:
-    text = printed(*H100S, "--tokens", "2B", "--price", "2.5", "--details")
-    spent = planned(*H100S, "--tokens", "2B", "--price", "2.5")["cost"]
-    high = spent["hours_at_most"]
-    assert f" {two_digits(high * RANGE[0] / RANGE[1])} to {two_digits(high)} hours;" in text
+    text = here("plan", *words, "--details").text
+    assert f" {two_digits(hours * RANGE[0] / RANGE[1])} to {two_digits(hours)} hours;" in text
     assert "exporting come on top" in text
 
 
-@pytest.mark.parametrize(
-    ("amount", "text"),
-    [(8.72, "8.7"), (12.6, "13"), (1349, "1,300"), (99.6, "100"), (0.0123, "0.012"), (0.0996, "0.10"), (0, "0")],
-)
-def test_two_digits(amount: float, text: str) -> None:
-    assert two_digits(amount) == text
+def test_no_price_is_built_in() -> None:
+    assert planned(*H100S, "--tokens", "500M")["cost"]["money_at_most"] is None
+    assert "they cost" not in here("plan", *H100S, "--tokens", "500M").text
+    assert planned(*H100S)["cost"] is None
+
+
+def test_two_digits() -> None:
+    said = {8.72: "8.7", 12.6: "13", 1349: "1,300", 99.6: "100", 0.0123: "0.012", 0.0996: "0.10", 0: "0"}
+    assert {amount: two_digits(amount) for amount in said} == said
 
 
 @given(st.integers(1, 999), st.integers(0, 999), st.sampled_from("KMBTkmbt"))
@@ -117,52 +86,25 @@ def test_a_comma_that_parts_no_thousands_is_refused(text: str) -> None:
         workload.count_of(text)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--tokens", "2X"), "--tokens 2X is not a number of tokens"),
-        (("--tokens", "0"), "is not a number of tokens"),
-        (("--tokens", "1.5"), "is not a number of tokens"),
-        (("--tokens", "2B", "--price", "nan"), "--price nan"),
-        (("--price", "1"), "--price without --tokens"),
-        (("--args", "no-such.json"), "--args without --config"),
-        (("--compare", "8xH200"), "--gpus beside --compare"),
-    ],
-)
-def test_what_cannot_be_is_one_clear_error(words: tuple[str, ...], message: str) -> None:
-    refused = accel_fsdp("plan", *H100S, *words)
-    assert refused.code == 2
-    assert message in refused.output
-    assert "fix: " in refused.output
-
-
-COMPARED = "8xH100,16xA100-40GB,8xRTX4090,2x8xH200,1xT4,8xL40S,4x8xB200,8xMI300X"
-
-
-@pytest.fixture(scope="module")
-def compared() -> dict[str, Any]:
-    return planned(*LLAMA, "--compare", COMPARED, "--seq-len", "4096", "--tokens", "2B")
-
-
 @pytest.mark.slow
-def test_each_machine_has_the_choice_of_its_own_plan(compared: dict[str, Any]) -> None:
-    assert [row["machine"] for row in compared["machines"]] == COMPARED.split(",")
-    for row in compared["machines"][:5]:
-        words = ("--gpus", row["machine"], "--seq-len", "4096", "--tokens", "2B")
-        alone = planned(*LLAMA, *words, code=1 if row["fits"] == "no" else 0)
-        if row["fits"] == "no":
-            assert alone["choice"] is None
-            continue
-        assert {name: row[name] for name in SHARED} == {name: alone["choice"][name] for name in SHARED}
-        assert row["cost"]["hours_at_most"] == pytest.approx(alone["cost"]["hours_at_most"])
-
-
-SHARED = ("strategy", "fits", "checkpointing", "batch_per_gpu", "peak_bytes")
+def test_each_machine_has_the_choice_of_its_own_plan() -> None:
+    compared = "8xH100,16xA100-40GB,8xRTX4090,2x8xH200,1xT4,8xL40S,4x8xB200,8xMI300X"
+    more = ("--seq-len", "4096", "--tokens", "2B")
+    report = planned(*LLAMA, "--compare", compared, *more)
+    assert report["cheapest"] == []
+    assert [row["machine"] for row in report["machines"]] == compared.split(",")
+    for row in report["machines"][:5]:
+        alone = planned(*LLAMA, "--gpus", row["machine"], *more)
+        assert (row["fits"] == "no") == (alone["choice"] is None)
+        if alone["choice"]:
+            shared = ("strategy", "fits", "checkpointing", "batch_per_gpu", "peak_bytes")
+            assert {name: row[name] for name in shared} == {name: alone["choice"][name] for name in shared}
+            assert row["cost"]["hours_at_most"] == pytest.approx(alone["cost"]["hours_at_most"])
 
 
 def test_the_fastest_are_named_last() -> None:
     """Machines that a prediction can't distinguish are named together; the table has no empty column."""
-    lines = accel_fsdp("plan", *LLAMA, "--compare", "8xH100,8xA100-40GB,8xH200,1xT4").output.splitlines()
+    lines = here("plan", *LLAMA, "--compare", "8xH100,8xA100-40GB,8xH200,1xT4").output.splitlines()
     titles, *rows = (line.split() for line in lines[:5])
     assert titles == ["machine", "fits", "strategy", "GiB", "tokens/s"]
     assert rows[3] == ["1xT4", "no"]
@@ -171,45 +113,24 @@ def test_the_fastest_are_named_last() -> None:
     assert lines[5:] == [f"Fastest: {' or '.join(near)}."]
 
 
-def test_hours_and_money_are_columns_where_they_are_known(compared: dict[str, Any]) -> None:
-    words = ("--compare", "8xH100,16xH100,1xH100", "--tokens", "1B", "--price", "2.5")
-    titles, first, _, last, verdict = accel_fsdp("plan", *LLAMA, *words).output.splitlines()
+def test_hours_and_money_are_columns_where_they_are_known() -> None:
+    words = (*LLAMA, "--compare", "8xH100,16xH100,1xH100", "--tokens", "1B", "--price", "2.5")
+    titles, first, _, last, verdict = here("plan", *words).output.splitlines()
     assert titles.split() == ["machine", "fits", "strategy", "GiB", "tokens/s", "hours", "cost"]
-    report = planned(*LLAMA, *words)
+    report = planned(*words)
     costs = [row["cost"]["money_at_most"] for row in report["machines"][:2]]
     assert first.split()[-3:] == [two_digits(costs[0] * RANGE[0] / RANGE[1]), "to", two_digits(costs[0])]
     assert last.split() == ["1xH100", "no"]
     cheapest = [name for _, name in sorted(zip(costs, ("8xH100", "16xH100"), strict=True))]
     assert report["cheapest"] == cheapest  # within the error of a prediction
     assert verdict == f"Fastest: 16xH100. Cheapest: {' or '.join(cheapest)}."
-    assert compared["cheapest"] == []
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("8xH100,8xH1000",), "Did you mean H100?"),
-        (("8xH100,8xH100",), "--compare has 8xH100 twice"),
-        (("8xH100,",), "--compare  can't be read"),
-        (("8xH100,cpu",), "a plan is about GPUs"),
-        (("8xH100,8xA100", "--tokens", "2B", "--price", "2"), "they don't cost the same"),
-        (("8xH100", "-o", "x.yaml"), "--output beside --compare"),
-        (("8xH100", "--html", "x.html"), "--html beside --compare"),
-        (("8xH100", "--nodes", "2"), "--nodes beside --compare"),
-        (("8xH100", "--batch", "0"), "--batch 0 is less than 1"),
-        (("8xH100,8xV100-32GB", "--attention", "flash"), "flash doesn't run on V100"),
-    ],
-)
-def test_a_comparison_that_cannot_be_is_one_clear_error(words: tuple[str, ...], message: str) -> None:
-    refused = accel_fsdp("plan", *LLAMA, "--compare", *words)
-    assert refused.code == 2
-    assert message in refused.output
 
 
 def test_nothing_fits_anywhere() -> None:
-    report = planned("--model", "llama-3.1-70b", "--compare", "1xT4,1xL4", code=1)
+    report = planned("--model", "llama-3.1-70b", "--compare", "1xT4,1xL4")
     assert (report["cheapest"], report["fastest"]) == ([], [])
-    assert accel_fsdp("plan", "--model", "llama-3.1-70b", "--compare", "1xT4").output.endswith("Nothing fits.\n")
+    finished = here("plan", "--model", "llama-3.1-70b", "--compare", "1xT4")
+    assert (finished.code, finished.output.splitlines()[-1]) == (1, "Nothing fits.")
 
 
 def test_from_python() -> None:
@@ -221,10 +142,8 @@ def test_from_python() -> None:
         package.plan("gpt2", "8xH100", compare="8xH100")
 
 
-# The very job
-
-
 def test_the_arguments_decide_the_job(job: Any) -> None:
+    """Its batch, steps and hours, which are those of a job file."""
     report = planned(*job(), "--price", "2")
     choice, spent = report["choice"], report["cost"]
     assert (choice["batch_per_gpu"], choice["accumulation"], report["sequence_length"]) == (1, 2, 2048)
@@ -236,7 +155,7 @@ def test_the_arguments_decide_the_job(job: Any) -> None:
 def test_epochs_alone_say_no_steps(job: Any) -> None:
     words = job(max_steps=-1, num_train_epochs=2)
     assert planned(*words)["cost"] is None
-    assert "The number of steps is unknown" in printed(*words)
+    assert "The number of steps is unknown" in here("plan", *words).text
 
 
 def test_a_flag_overrides_the_arguments(job: Any) -> None:
@@ -246,23 +165,24 @@ def test_a_flag_overrides_the_arguments(job: Any) -> None:
     assert spent["steps"] == math.ceil(2_000_000_000 / (choice["global_batch"] * 2048))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"per_device_train_batch_size": -2}, "per_device_train_batch_size: -2 in the arguments"),
+        ({"max_steps": "abc"}, "max_steps: abc in the arguments"),
+        ({"per_device_train_batch_sise": 2}, "Did you mean per_device_train_batch_size?"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(arguments: Any, message: str, job: Any) -> None:
+    refused = here("plan", *job(**arguments))
+    assert (refused.code, message in refused.text) == (2, True), refused.output
+
+
 def test_arguments_that_would_fail_are_no_plan(job: Any) -> None:
     """What the linter finds in the arguments themselves, not in those that a plan would write."""
-    report = planned(*job(fsdp="full_shard"), code=1)
+    report = planned(*job(fsdp="full_shard"))
+    assert report["choice"] is None
     assert "AF" in report["strategies"][0]["refused"]
-
-
-def test_a_job_file_and_a_plan_have_the_same_steps_and_seconds(job: Any) -> None:
-    from accel_fsdp.config import read_config
-    from accel_fsdp.launch.script import duration
-
-    words = job()
-    config, _ = read_config(Path(str(words[5])))
-    known = duration.predicted(ARGUMENTS, config, 2, machines.parse("8xH100-80GB")[0])
-    spent = planned(*words)["cost"]
-    assert known is not None
-    assert known.steps == spent["steps"]
-    assert known.steps * known.step.range_seconds[1] / 3600 == pytest.approx(spent["hours_at_most"])
 
 
 def test_what_arguments_say_in_their_other_forms() -> None:

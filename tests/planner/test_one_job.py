@@ -1,19 +1,15 @@
 """One job, one answer: a recipe and its arguments, a file and its header, and what each command says of them."""
 
-import contextlib
-import io
 import json
 import shlex
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import SFT, accel_fsdp, accelerate_launch
+from conftest import SFT, accelerate_launch, here, planned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_fsdp import cli
 from accel_fsdp.config import Engine
 from accel_fsdp.flag_words import parse_command_line
 from accel_fsdp.job import Job, Layout, Recipe, from_arguments, recompute_by
@@ -114,14 +110,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: str(path) for name, path in paths.items()}
 
 
-def here(*words: str | Path) -> tuple[int, str, str]:
-    """The exit code of a command in this process, what it prints, and what it says."""
-    printed, said = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(said):
-        code = cli.call([str(word) for word in words])
-    return code, printed.getvalue(), " ".join(said.getvalue().split())
-
-
 @pytest.mark.slow(but=8)
 @pytest.mark.parametrize(("name", "machine", "method", "length"), sixty())
 def test_one_job_has_one_answer(
@@ -131,28 +119,23 @@ def test_one_job_has_one_answer(
     asked = ["--model", folders.get(name, name), "--gpus", machine, "--method", method]
     asked += ["--seq-len", "1024" if name in folders else length] if length else []
     path, line = tmp_path / "fsdp.yaml", tmp_path / "arguments"
-    assert here("config", "--yes", *asked, "-o", path)[0] == 0
-    code, printed, _ = here("plan", *asked, "--json")
-    plan = json.loads(printed)
-    alone, with_arguments = (judged("plan", "--config", path, *more) for more in ((), ("--args", line_of(path, line))))
-    assert alone == with_arguments
-    row, exit_code = alone
-    assert exit_code == code
+    assert here("config", "--yes", *asked, "-o", path).code == 0
+    plan = planned(*asked)
+    code = 0 if plan["choice"] else 1
+    [row] = planned("--config", path)["strategies"]
+    judged = planned("--config", path, "--args", line_of(path, line))
+    assert judged["strategies"] == [row]
+    assert bool(judged["choice"]) == bool(plan["choice"])
     if plan["choice"]:
         chosen = {**plan["choice"], "assumptions": row["assumptions"]}
         assert chosen == row
-        script = plan["script_arguments"]
-        assert script == {name: type(script[name])(value) for name, value in of_line(line).items() if name in script}
-    told = [here(*words)[1:] for words in (("check", path), ("script", "slurm", path, SFT), launched(path))]
+        script, words = plan["script_arguments"], parse_command_line(shlex.split(line.read_text()))
+        assert script == {name: type(script[name])(value) for name, value in words.items() if name in script}
     needed = gib_of(row["needed_bytes"], plan["gpu_memory_usable_bytes"])
-    for _, said in told:
+    for words in (("check", path), ("script", "slurm", path, SFT), launched(path)):
+        said = " ".join(here(*words).output.split())
         assert ("predicted not to fit" in said) == (code == 1), said
         assert code == 0 or row["refused"] or needed in said
-
-
-def judged(*words: str | Path) -> tuple[dict[str, Any], int]:
-    code, printed, _ = here(*words, "--json")
-    return json.loads(printed)["strategies"][0], code
 
 
 def line_of(path: Path, line: Path) -> Path:
@@ -160,10 +143,6 @@ def line_of(path: Path, line: Path) -> Path:
     lines = path.read_text().splitlines()
     line.write_text(lines[lines.index("# Launch:") + 1].removeprefix("#"))
     return line
-
-
-def of_line(line: Path) -> dict[str, Any]:
-    return parse_command_line(shlex.split(line.read_text()))
 
 
 def launched(path: Path) -> tuple[str | Path, ...]:
@@ -176,21 +155,21 @@ def lora(tmp_path: Path) -> Path:
     """A YAML of the wizard for an adapter, whose header has the arguments."""
     path = tmp_path / "lora.yaml"
     words = ("--model", "llama-3.1-8b", "--gpus", "8xH100-80GB", "--method", "lora", "-o", path)
-    assert accel_fsdp("config", "--yes", *words).code == 0
+    assert here("config", "--yes", *words).code == 0
     return path
 
 
 def test_the_headers_arguments_are_completed_by_those_given(lora: Path, tmp_path: Path) -> None:
     """In launch and script; a script of one's own gets what was typed, and nothing else."""
-    shown = accel_fsdp("launch", "--dry-run", lora, SFT, "--max_length", "4096").output
+    shown = here("launch", "--dry-run", lora, SFT, "--max_length", "4096").output
     assert f"arguments: from the header of {lora}, changed by those given" in shown
     assert "--use_peft true" in shown
     assert "--max_length 4096" in shown
     assert "--max_length 2048" not in shown
     own = tmp_path / "own.py"
     own.write_text("print()\n")
-    assert "--use_peft" not in accel_fsdp("launch", "--dry-run", lora, own, "--max_length", "4096").output
-    assert "--use_peft true" in " ".join(accel_fsdp("script", "slurm", lora, SFT).output.split())
+    assert "--use_peft" not in here("launch", "--dry-run", lora, own, "--max_length", "4096").output
+    assert "--use_peft true" in " ".join(here("script", "slurm", lora, SFT).output.split())
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
@@ -199,10 +178,10 @@ def test_a_run_started_by_copied_lines_is_the_job_that_was_planned(
 ) -> None:
     """Two ranks on CPU, from the printed command and the launch command in the file that it writes."""
     asked = ("--model", tiny_model, "--gpus", "2xA100-40GB", "--method", method, "--batch", "2", "--seq-len", "64")
-    plan = json.loads(here("plan", *asked, "--json")[1])
+    plan = planned(*asked)
     choice, path, out = plan["choice"], tmp_path / "fsdp.yaml", tmp_path / "run"
     words = shlex.split(plan["config_command"])
-    assert here(*words[1 : words.index("-o")], "-o", path, *words[words.index("-o") + 2 :])[0] == 0
+    assert here(*words[1 : words.index("-o")], "-o", path, *words[words.index("-o") + 2 :]).code == 0
     line = shlex.split(line_of(path, tmp_path / "line").read_text())
     script = line[line.index("train/sft.py") + 1 :]
     more = ("--dataset_name", text_data, "--output_dir", out, "--max_steps", "1", "--report_to", "none")
@@ -214,5 +193,5 @@ def test_a_run_started_by_copied_lines_is_the_job_that_was_planned(
     assert (arguments["per_device_train_batch_size"], arguments["max_length"]) == (2, 64)
     assert (recipe["method"], recipe["precision"], recipe["checkpointing"]) == (method, "bf16", choice["checkpointing"])
     assert (recipe["accumulation"], recipe["lora_dropout"]) == (choice["accumulation"], method == "lora")
-    planned = from_arguments.recipe_of(parse_command_line(script))
-    assert Recipe(**recipe, rows=planned.rows, length=planned.length) == replace(planned, precision="bf16")
+    expected = from_arguments.recipe_of(parse_command_line(script))
+    assert Recipe(**recipe, rows=expected.rows, length=expected.length) == replace(expected, precision="bf16")

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from conftest import accel_fsdp
+from conftest import here
 
 from accel_fsdp import html_page, svg
 from accel_fsdp.hardware import gpus
@@ -64,73 +64,41 @@ def page_of(given: Problem) -> str:
     return html_report.make_page(PlanReport(given, search.make_plan(given), None))
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, object], Path]:
-    file = tmp_path_factory.mktemp("page") / "plan.html"
+def test_the_page_is_whole_has_the_plans_numbers_and_asks_for_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
     words = ("plan", "--model", "llama-3.1-8b", "--gpus", "8xH100-80GB", "--seq-len", "4096", "--html", file)
-    shown = accel_fsdp(*words, "--json")
+    shown = here(*words, "--json")
     assert shown.code == 0
     assert f"written: {file}" in shown.output
-    content: dict[str, object] = json.loads(shown.output.partition("written: ")[0])
-    return file.read_text(encoding="utf-8"), content, file
-
-
-def test_the_page_is_whole_and_asks_for_nothing(written: tuple[str, dict[str, object], Path]) -> None:
-    text, _, _ = written
-    tags = Balance(text).tags
+    text, report = file.read_text(encoding="utf-8"), json.loads(shown.printed)
+    page = Balance(text)
     assert not re.search(r"https?:|//[a-z]|@import|url\(", text)
-    assert not {"script", "img", "iframe", "object"} & {tag for tag, _ in tags}
-    assert [attrs["href"] for _, attrs in tags if "href" in attrs] == ["data:,"]
+    assert not {"script", "img", "iframe", "object"} & {tag for tag, _ in page.tags}
+    assert [attrs["href"] for _, attrs in page.tags if "href" in attrs] == ["data:,"]
     assert "default-src 'none'" in text
 
-
-def test_the_table_has_the_numbers_of_the_plan(written: tuple[str, dict[str, object], Path]) -> None:
-    text, content, _ = written
-    strategies, choice = content["strategies"], content["choice"]
-    assert isinstance(strategies, list)
-    assert isinstance(choice, dict)
-    header, *rows = Balance(text).rows
+    header, *rows = page.rows
     assert header == ["strategy", "memory", "GiB", "fits", "step s", "tokens/s per GPU"]
-    others = [strategy for strategy in strategies if strategy != choice]
-    for row, strategy in zip(rows, [choice, *others], strict=True):
+    strategies = [report["choice"], *(row for row in report["strategies"] if row != report["choice"])]
+    bars, usable = re.findall(r'<svg class="bar".*?</svg>', text), report["gpu_memory_usable_bytes"]
+    for row, bar, strategy in zip(rows, bars, strategies, strict=True):
         speed = [f"{strategy['step_seconds']:.2f}", f"{strategy['tokens_per_s_per_gpu']:,.0f}"]
         assert row == [strategy["strategy"], str(strategy["needed_bytes"]), strategy["fits"], *speed]
-
-
-def test_the_bars_of_the_table_are_as_long_as_the_memory(written: tuple[str, dict[str, object], Path]) -> None:
-    """On one scale, whose line is one GPU's memory; a bar that is longer than the scale ends with a mark."""
-    text, content, _ = written
-    rows = [content["choice"], *content["strategies"]]  # type: ignore[misc]
-    strategies = [row for number, row in enumerate(rows) if row not in rows[:number]]
-    bars = re.findall(r'<svg class="bar".*?</svg>', text)
-    usable = int(str(content["gpu_memory_usable_bytes"]))
-    for bar, strategy in zip(bars, strategies, strict=True):
-        limit = re.search(r'class="capacity" x1="(\d+)"', bar)
-        assert limit is not None
+        # all bars have one scale, whose line is one GPU's memory; a longer bar ends with a mark
+        limit = re.search(r'class="capacity" x1="(\d+)"', bar) or pytest.fail(bar)
         parts = re.findall(r'<rect class="[A-Z]" x="(\d+)" width="(\d+)"', bar)
         length = strategy["peak_bytes"] / usable * int(limit[1])
         assert int(parts[-1][0]) + int(parts[-1][1]) == pytest.approx(min(length, svg.CELL), abs=1)
         assert ('class="cut"' in bar) == (length > svg.CELL)
-
-
-def test_every_figure_says_what_it_shows(written: tuple[str, dict[str, object], Path]) -> None:
-    text, _, _ = written
     figures = re.findall(r"<svg role=\"img\".*?</svg>", text)
     assert len(figures) == len(html_page.WIDTHS)
-    for figure in figures:
-        assert re.match(r"<svg [^>]*><title>[^<]+</title><desc>[^<]+</desc>", figure)
+    assert all(re.match(r"<svg [^>]*><title>[^<]+</title><desc>[^<]+</desc>", figure) for figure in figures)
 
-
-def test_an_existing_file_is_kept(written: tuple[str, dict[str, object], Path]) -> None:
-    text, _, file = written
-    words = ("plan", "--model", "gpt2", "--gpus", "2xA100", "--seq-len", "512", "--html", file)
-    refused = accel_fsdp(*words)
-    assert refused.code == 1
-    assert "add --force" in refused.output
-    assert file.read_text(encoding="utf-8") == text
-    assert accel_fsdp(*words, "--force").code == 0
+    other = ("plan", "--model", "gpt2", "--gpus", "2xA100", "--seq-len", "512", "--html", file)
+    kept = here(*other)
+    assert (kept.code, "add --force" in kept.output, file.read_text(encoding="utf-8") == text) == (1, True, True)
+    assert here(*other, "--force").code == 0
     assert "openai-community/gpt2 on 2 x A100" in file.read_text(encoding="utf-8")
-    file.write_text(text, encoding="utf-8")
 
 
 def test_a_name_can_not_become_markup() -> None:

@@ -88,26 +88,5 @@ def test_no_page_loads_anything_from_another_host(site: Path) -> None:
 
 def test_each_page_of_docs_is_in_the_navigation_and_leads_to_the_planner(site: Path) -> None:
     for source in (ROOT / "docs").glob("*.md"):
-        targets = links_of(site / "docs" / f"{source.stem}.html").targets
-        assert "../index.html" in targets
-        assert {"overview.html", "plan.html", "benchmarks/RESULTS.html"} <= {
-            target.removeprefix("./") for target in targets
-        }
-
-
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [("[x](none.md)", "none.md"), ("[x](other.md#none)", "#none"), ("[x](other.md#here)", "")],
-)
-def test_a_link_that_leads_nowhere_is_refused(tmp_path: Path, text: str, complaint: str) -> None:
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "README.md").write_text("# First")
-    (tmp_path / "docs" / "index.md").write_text("# Pages\n\n[other](other.md)\n")
-    (tmp_path / "docs" / "other.md").write_text(f"# Other\n\n## Here\n\n{text}\n")
-    ran = built_by(
-        "import pages; from pathlib import Path\n"
-        f"pages.ROOT, pages.LAST = Path({str(tmp_path)!r}), ()\n"
-        f"pages.build_pages(Path({str(tmp_path / 'site')!r}))"
-    )
-    assert (ran.returncode == 0) == (not complaint), ran.stderr
-    assert complaint in ran.stderr
+        targets = {target.removeprefix("./") for target in links_of(site / "docs" / f"{source.stem}.html").targets}
+        assert {"../index.html", "overview.html", "plan.html", "benchmarks/RESULTS.html"} <= targets

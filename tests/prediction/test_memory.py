@@ -132,12 +132,3 @@ def test_offloaded_inputs_are_in_the_hosts_memory(setting: dict[str, Any], seen:
         for offloads in (True, False)
     )
     assert with_inputs - alone == RANKS * seen[name(setting)]["host"]
-
-
-@pytest.mark.usefixtures("cache")
-def test_a_tied_embedding_has_one_gradient_when_the_optimizer_steps() -> None:
-    setting = {"model": "tied", "rows": 1, "length": 64, "engine": "single", "strategy": 1, "checkpointing": "none"}
-    prediction, shape = predicted({**setting, "precision": "no", "dtype": "float32"})
-    whole = sum(len(block.layers) * sum(parameter.numel for parameter in block.parameters) for block in shape.blocks)
-    whole += sum(parameter.numel for parameter in shape.outer)
-    assert prediction.moments[-1].live[GRADIENTS] == 4 * whole

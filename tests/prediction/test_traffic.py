@@ -33,20 +33,13 @@ def sent(traffic: Traffic) -> float:
     return traffic.intra_bytes + traffic.inter_bytes
 
 
-@pytest.mark.parametrize(("stage", "volumes"), [(1, 2), (2, 2), (3, 3)])
-def test_zero_sends_what_its_paper_says(stage: int, volumes: int) -> None:
+def test_zero_sends_what_its_paper_says_and_fsdp_as_much() -> None:
     """Section 7: stages 1 and 2 send 2 Psi like data parallelism, stage 3 sends 3 Psi."""
-    seen = sent(step_traffic(BLOCKS_ONLY, HALF, layout("zero", stage, ranks=64)))
-    assert isclose(seen, volumes * 2 * INSIDE * 63 / 64)
-    assert isclose(sent(step_traffic(BLOCKS_ONLY, HALF, layout("ddp", ranks=64))), 2 * 2 * INSIDE * 63 / 64)
-
-
-@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
-def test_full_shard_is_one_and_a_half_times_ddp_and_shard_grad_op_is_ddp(engine: str) -> None:
-    ddp = sent(step_traffic(BLOCKS_ONLY, HALF, layout("ddp")))
-    assert isclose(sent(step_traffic(BLOCKS_ONLY, HALF, layout(engine, 1))), 1.5 * ddp)
-    assert isclose(sent(step_traffic(BLOCKS_ONLY, HALF, layout(engine, 2))), ddp)
-    assert isclose(sent(step_traffic(BLOCKS_ONLY, HALF, layout("fsdp1", 3))), ddp)
+    volumes = {("ddp", 1): 2, ("zero", 1): 2, ("zero", 2): 2, ("zero", 3): 3, ("fsdp1", 3): 2}
+    volumes |= {(engine, strategy): 4 - strategy for engine in ("fsdp1", "fsdp2") for strategy in (1, 2)}
+    for (engine, strategy), volume in volumes.items():
+        seen = sent(step_traffic(BLOCKS_ONLY, HALF, layout(engine, strategy, ranks=64)))
+        assert isclose(seen, volume * 2 * INSIDE * 63 / 64), (engine, strategy)
 
 
 def test_llama_2_7b_worked_by_hand() -> None:
@@ -86,17 +79,14 @@ def test_hybrid_shards_inside_and_reduces_shards_outside(engine: str, hybrid: in
 ADAPTERS = 39_976_960  # what PEFT's print_trainable_parameters shows for Llama-2-7B, rank 16, all linear layers
 
 
-def test_lora_reduces_adapters_alone_and_gathers_the_base() -> None:
-    lora = Recipe(method="lora", dtype="bfloat16")
-    assert isclose(sent(step_traffic(LLAMA, lora, layout("ddp"))), 2 * 4 * ADAPTERS * 7 / 8)
-    gathered = 2 * (2 * (P - LAST + ADAPTERS) + LAST)
-    assert isclose(sent(step_traffic(LLAMA, lora, layout("fsdp2"))), (gathered + 2 * ADAPTERS) * 7 / 8)
-
-
-def test_qlora_gathers_4_bit_weights() -> None:
+def test_adapters_alone_are_reduced_and_the_base_is_gathered() -> None:
+    """QLoRA's in 4 bits."""
     lora, qlora = (Recipe(method=method, dtype="bfloat16") for method in ("lora", "qlora"))  # type: ignore[arg-type]
-    saved = sent(step_traffic(LLAMA, lora, layout("fsdp2"))) - sent(step_traffic(LLAMA, qlora, layout("fsdp2")))
+    assert isclose(sent(step_traffic(LLAMA, lora, layout("ddp"))), 2 * 4 * ADAPTERS * 7 / 8)
+    gathered, seen = 2 * (2 * (P - LAST + ADAPTERS) + LAST), sent(step_traffic(LLAMA, lora, layout("fsdp2")))
+    assert isclose(seen, (gathered + 2 * ADAPTERS) * 7 / 8)
     linear = INSIDE - 32 * 2 * 4096  # all of a block but its norms
+    saved = seen - sent(step_traffic(LLAMA, qlora, layout("fsdp2")))
     assert isclose(saved, 2 * (2 - state_bytes.NF4_BYTES) * linear * 7 / 8)
     assert round(state_bytes.NF4_BYTES, 5) == 0.51587
 
