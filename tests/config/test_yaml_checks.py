@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_fsdp import cli, config
-from accel_fsdp.errors import UsageError, guard
-from accel_fsdp.training.data import load
+from accel_fsdp.errors import guard
 
 SECONDS = 10
 SCRIPT = "script.py"
@@ -161,18 +160,3 @@ def test_small_files_with_anchors_and_merges_are_read_as_before(text: str, tmp_p
     job, document = config.read_config(path)
     assert job.values == yaml.safe_load(text)
     assert document.source == text
-
-
-@pytest.mark.parametrize("card", load.CARDS)
-def test_the_card_of_a_data_set(card: str, tmp_path: Path) -> None:
-    """datasets reads its YAML: for a minute, with seven such levels."""
-    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
-    bomb = BOMBS["merges"]
-    (tmp_path / card).write_text(f"---\n{bomb}---\n# Rows\n" if card.endswith(".md") else bomb)
-    began = time.process_time()
-    with pytest.raises(UsageError, match=rf"{card}:[56]: more than"):
-        load.load(str(tmp_path))
-    assert time.process_time() - began < SECONDS
-    patterns = "configs:\n- config_name: default\n  data_files: '*.jsonl'\n"
-    (tmp_path / card).write_text(f"---\n{patterns}---\n# Rows & *more*\n" if card.endswith(".md") else patterns)
-    assert len(load.load(str(tmp_path))["train"]) == 1
