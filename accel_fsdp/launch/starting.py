@@ -5,7 +5,11 @@ import sys
 from datetime import timedelta
 
 from accel_fsdp.launch_environment import LaunchEnvironment
+from accel_fsdp.library_internals import Internal
 from accel_fsdp.ranks import script, stacks
+
+GROUPS = "torch.distributed.distributed_c10d"
+RELIES_ON = (Internal(f"{GROUPS}:default_pg_timeout"), Internal(f"{GROUPS}:default_pg_nccl_timeout"))
 
 
 def run() -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from accel_fsdp.checkpoints import file_names
+from accel_fsdp.errors import UserError
 from accel_fsdp.launch import agreement
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.training.reporting import lineage
@@ -42,7 +43,11 @@ def compare(*parts: agreement.Settings) -> None:
 def _gathered(own: Any) -> list[Any]:
     """The values of all ranks."""
     of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, own)
+    try:
+        dist.all_gather_object(of_ranks, own)
+    except RuntimeError as error:  # gloo's or NCCL's own
+        why, fix = "each rank needs all others from here on", "see what the other rank printed"
+        raise UserError("another rank ended while it loaded the model or the data", why=why, fix=fix) from error
     return of_ranks
 
 
