@@ -2,6 +2,5 @@ from . import agreement as agreement
 from . import child_process as child_process
 from . import launcher as launcher
 from . import place as place
-from . import rendezvous as rendezvous
 from .flags import LaunchCommand as LaunchCommand
 from .flags import PlaceFlags as PlaceFlags

@@ -6,7 +6,6 @@ import os
 import platform
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from typing import Any
 from accel_fsdp import cpu, ranks
 from accel_fsdp.config import DEFAULT_PORT, DISTRIBUTED_TYPES, MULTI_CPU, Engine, JobConfig, yaml_file
 from accel_fsdp.errors import Stopped, UserError, require
-from accel_fsdp.launch import agreement, child_process, last_places, meeting, rendezvous
+from accel_fsdp.launch import agreement, child_process, last_places, meeting
 from accel_fsdp.launch.place import NOWHERE, Place
 from accel_fsdp.launch_environment import (
     ALLOCATOR_VARIABLES,
@@ -234,8 +233,6 @@ def _refuse_unsharded(args: Any) -> None:
 
 def _check_ranks(args: Any) -> None:
     """Checks that this machine's ranks can start and shard."""
-    if _address(args):
-        rendezvous.check_interfaces(os.environ, [name for _, name in socket.if_nameindex()])
     if distributed(args) or args.starts_directly:
         with warnings.catch_warnings():  # the launcher repeats them
             warnings.simplefilter("ignore")
@@ -341,12 +338,9 @@ def _meet(args: Any, seconds: float) -> None:
         variables = {**os.environ, **environment(copy.copy(args))}
     words = [args.training_script, *args.training_script_args]
     script, *words = words[1:] if words[0] == ON_CPU else words
-    settings = agreement.of_job(variables, Path(script), words)
     place: Place = args.place
-    own = meeting.Machine(
-        int(place.value("machine_rank", 0)),
-        place.machines,
-        place.value("num_processes"),
-        agreement.digest_of_settings(settings),
-    )
-    meeting.meet(own, address, int(place.value("main_process_port", DEFAULT_PORT)), settings, seconds)
+    rank, port = int(place.value("machine_rank", 0)), int(place.value("main_process_port", DEFAULT_PORT))
+    processes = place.value("num_processes")
+    numbers = {"num_machines": str(place.machines), "num_processes": None if processes is None else str(processes)}
+    settings = {**numbers, **agreement.of_job(variables, Path(script), words)}
+    meeting.meet(rank, place.machines, address, port, settings, seconds)

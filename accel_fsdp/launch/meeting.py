@@ -8,28 +8,29 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from ipaddress import ip_address
+from typing import TYPE_CHECKING
 
 from accel_fsdp import console, time_limits
 from accel_fsdp.errors import UserError
-from accel_fsdp.launch import agreement, rendezvous
-from accel_fsdp.launch.agreement import Member, Settings
+from accel_fsdp.hardware import host
+from accel_fsdp.launch import agreement
+from accel_fsdp.launch.agreement import Settings
 from accel_fsdp.units import counted, first_few
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-PREFIX, REFUSED, READ = "accel_fsdp/machines", "refused", "read"
-REPORT_SECONDS, POLL_SECONDS = 10.0, 0.2
-"""Between two lines about missing machines, and between two looks into the store."""
-OPEN_SECONDS = 60.0
-"""The most that a listening store takes to answer, and that a machine waits for a store at its own address."""
-READ_SECONDS = 10.0
-"""The most that machine 0 keeps the store open so that the others read why the job ends."""
-FIX_REACH = "start machine 0, or look at its output; accel-fsdp doctor on both says what is wrong with them"
+MACHINES, END, READ = "machines", "end", "read"
+"""Keys: lines of machines that came (+) or left (-), how the meeting ends, and how many have read that."""
+REPORT_SECONDS, OPEN_SECONDS = 10.0, 30.0
+"""Between two lines about missing machines; and the most that a store takes to answer, that machine 0 takes to reach
+itself, and that it waits for readers."""
+WAIT = "the machines would wait for each other until a timeout"
+FIX_ADDRESS = "main_process_ip: an address of machine 0 that the others reach; hostname -I shows those of a machine"
+FIX_MISSING = "start the missing ones; --timeout SECONDS waits longer"
 FIX_RANKS = "--machine-rank N, another on each machine; or srun --ntasks-per-node=1, which numbers them"
 
 
@@ -39,40 +40,37 @@ class Machine:
 
     rank: int
     machines: int
-    processes: int | None
-    digest: str = ""
-    may_differ: Sequence[str] = field(default_factory=agreement.may_differ)
+    digest: str
     host: str = field(default_factory=socket.gethostname)
     process: int = field(default_factory=os.getpid)
 
-    def __str__(self) -> str:
-        return f"machine {self.rank} ({self.host})"
 
-
-def meet(own: Machine, address: str, port: int, settings: Settings, seconds: float) -> None:
+def meet(rank: int, machines: int, address: str, port: int, settings: Settings, seconds: float) -> None:
     """Waits until all machines have come and compares their settings; then the port is free again.
 
     Raises:
         UserError: some didn't come in time, two have the same rank, or their numbers or settings differ.
     """
-    rendezvous.check_place(address, port, own.rank)
-    place, deadline = f"{address}:{port}", time.monotonic() + seconds
-    server = _open("127.0.0.1", port, hosts=True) if own.rank == 0 else None
-    _reach(own, address, port, seconds)
+    check_place(address, port, rank)
+    deadline, place, text = time.monotonic() + seconds, f"{address}:{port}", json.dumps(settings)
+    server = None if rank else _open("127.0.0.1", port, is_master=True)
     try:
-        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
-        store = PrefixStore(PREFIX, _open(address, port))
-        with _kept_open(store, own):
-            store.set(own.digest, json.dumps(settings))
-            others = _wait_for_all(store, own, place, seconds, deadline)
-            of_all = {machine.digest: json.loads(store.get(machine.digest)) for machine in others.values()}
-            agreement.compare(
-                (Member(rank, rank, machine.host, machine.may_differ), of_all[machine.digest])
-                for rank, machine in others.items()
-            )
-            _close(store, own)
-        del server
+        with _reach(rank, address, port, seconds if rank else min(seconds, OPEN_SECONDS)) as connection:
+            own, store = Machine(rank, machines, agreement.digest_of(text.encode())), _open(address, port)
+            store.set(own.digest, text)
+            _wait_for_all(store, own, place, seconds, deadline)
+            try:
+                _compare(store)
+            finally:
+                with contextlib.suppress(RuntimeError):
+                    store.add(READ, 1)
+                    if rank == 0:
+                        time_limits.comes_true(lambda: store.add(READ, 0) >= len(_come(store)), OPEN_SECONDS)
+            del server
+            if rank:
+                with contextlib.suppress(OSError):
+                    connection.settimeout(OPEN_SECONDS)
+                    connection.recv(1)  # returns when machine 0 has closed the store
     except RuntimeError as error:  # torch's DistError is one
         raise UserError(
             f"machine 0 at {place} closed the connection before all machines had connected",
@@ -81,120 +79,102 @@ def meet(own: Machine, address: str, port: int, settings: Settings, seconds: flo
         ) from error
 
 
-def _open(address: str, port: int, hosts: bool = False) -> "Store":
-    """Connects to the store, or starts it; raises RuntimeError if another program listens there, which says nothing."""
+def check_place(address: str, port: int, rank: int) -> None:
+    """Raises a UserError if the machines can't connect at this address and port of machine 0."""
+    try:
+        infos = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:  # a name with too long a part is not valid IDNA
+        why = getattr(error, "strerror", None) or "it is not the name of a host"
+        raise UserError(f"the name {address} is unknown on this machine: {why}", why=WAIT, fix=FIX_ADDRESS) from error
+    if all(ip_address(str(info[4][0]).partition("%")[0]).is_loopback for info in infos):
+        raise UserError(
+            f"{address} is {infos[0][4][0]} on this machine, which no other machine reaches",
+            why=f"{WAIT}; /etc/hosts may map a machine's own name so",
+            fix=FIX_ADDRESS,
+        )
+    if rank == 0 and port and not host.can_listen(port):
+        raise UserError(
+            f"port {port} is taken on this machine",
+            why="the machines of the job can't connect there",
+            fix=f"another one on all machines: accel-fsdp launch --main-process-port {host.free_port()} FILE SCRIPT",
+        )
+
+
+def _open(address: str, port: int, is_master: bool = False) -> "Store":
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     limit = timedelta(seconds=OPEN_SECONDS)
-    store = time_limits.result_of(
-        lambda: TCPStore(address, port, is_master=hosts, timeout=limit, wait_for_workers=False), OPEN_SECONDS
-    )
-    if store is None:
-        raise RuntimeError("no store answers")
-    return store  # type: ignore[no-any-return]
+    return TCPStore(address, port, is_master=is_master, timeout=limit, wait_for_workers=False)
 
 
-def _reach(own: Machine, address: str, port: int, seconds: float) -> None:
-    """Waits until machine 0 listens; machine 0 itself checks that the address is its own."""
-    began, place, is_first = time.monotonic(), f"{address}:{port}", own.rank == 0
-    is_here = not is_first and rendezvous.is_own(address)
-    limit = min(seconds, OPEN_SECONDS / 2 if is_first else OPEN_SECONDS) if is_first or is_here else seconds
-    note = f"; {address} is this machine, which was started as machine {own.rank}" if is_here else ""
-    while problem := rendezvous.wait_for(address, port, min(REPORT_SECONDS, began + limit - time.monotonic())):
-        waited = time.monotonic() - began
-        report = f"machine 0 at {place} has not been reached for {waited:.0f} s: {problem}{note}"
-        if waited >= limit and is_first:
-            why = f"no interface of it has the address of {address}, at which the others look for machine 0"
-            what = f"this is machine 0, and it doesn't reach itself at {place}: {problem}"
-            raise UserError(what, why=why, fix=rendezvous.FIX_ADDRESS)
-        if waited >= limit:
-            why = "no process with machine rank 0 listens there" if is_here else rendezvous.why_unreached(problem)
-            raise UserError(report, why=why, fix=FIX_RANKS if is_here else FIX_REACH)
-        console.say(f"accel-fsdp: {report}{'; machine 0 may use another port' if 'refused' in problem else ''}")
-
-
-@contextlib.contextmanager
-def _kept_open(store: "Store", own: Machine) -> Iterator[None]:
-    """Registers this machine; if the meeting fails, machine 0 waits until the others have read why."""
-    key = f"machine/{own.rank}"
-    first = _read(store.compare_set(key, "", json.dumps(asdict(own))))
-    if first != own:
-        ends = f"{first.host} (process {first.process}) and {own.host} (process {own.process})"
-        if own.rank == 0:
-            ends = f"the one at {first.host}, and {own.host}"
-        _refuse(store, f"two machines were started as machine {own.rank}: {ends}")
-    try:
-        yield
-    except UserError:
-        with contextlib.suppress(RuntimeError):
-            read, come = store.add(READ, 1), sum(store.check([f"machine/{rank}"]) for rank in range(own.machines))
-            if own.rank == 0 and read < come:
-                time_limits.comes_true(lambda: store.add(READ, 0) >= come, READ_SECONDS)
-        raise
-    except BaseException:
-        with contextlib.suppress(RuntimeError):
-            store.delete_key(key)  # it was interrupted, and may be started again
-        raise
-
-
-def _close(store: "Store", own: Machine) -> None:
-    """Machine 0 waits until all have read the settings; the others, until it has closed the store."""
-    store.add(READ, 1)
-    if own.rank == 0:
-        time_limits.comes_true(lambda: store.add(READ, 0) >= own.machines, OPEN_SECONDS)
-        return
-    with contextlib.suppress(RuntimeError):
-        while store.check([READ]):
-            time.sleep(POLL_SECONDS)
-
-
-def _read(text: bytes) -> Machine:
-    return Machine(**json.loads(text))
-
-
-def _wait_for_all(store: "Store", own: Machine, place: str, seconds: float, deadline: float) -> dict[int, Machine]:
+def _reach(rank: int, address: str, port: int, seconds: float) -> socket.socket:
+    """Connects when machine 0 listens; machine 0 itself checks so that the address is its own."""
     began = reported = time.monotonic()
     while True:
-        if store.check([REFUSED]):
-            raise _refusal(*json.loads(store.get(REFUSED)))
-        names = {rank: f"machine/{rank}" for rank in range(own.machines)}
-        come = {rank: _read(store.get(name)) for rank, name in names.items() if store.check([name])}
-        if difference := _difference(come):
-            raise _refusal(difference, "the same YAML and flags on all machines")
-        if len(come) == own.machines:
-            return come
-        now = time.monotonic()
-        missing = [str(rank) for rank in names if rank not in come]
-        who = f"machine {missing[0]} is" if len(missing) == 1 else f"machines {first_few(missing, 8)} are"
-        status = f"{len(come)} of {counted(own.machines, 'machine')} connected; {who} missing"
-        if now >= deadline:
-            late = f"{status}, after {seconds:.0f} s", "start the missing ones; --timeout SECONDS waits longer"
-            if own.rank == 0:
-                _refuse(store, *late)
-            store.delete_key(names[own.rank])
-            raise _refusal(*late)
+        try:
+            return socket.create_connection((address, port), timeout=3)
+        except OSError as error:
+            problem, now = error.strerror or str(error), time.monotonic()
+        report = f"machine 0 at {address}:{port} has not been reached for {now - began:.0f} s: {problem}"
+        if now - began >= seconds and rank == 0:
+            what = f"this is machine 0, and it doesn't reach itself at {address}:{port}: {problem}"
+            raise UserError(what, why="the others look for machine 0 at that address", fix=FIX_ADDRESS)
+        if now - began >= seconds:
+            why = "it was not started, has another address, port or rank, or a firewall drops the port"
+            raise UserError(report, why=why, fix=f"look at the output of machine 0; {FIX_RANKS}")
         if now - reported >= REPORT_SECONDS:
+            console.say(f"accel-fsdp: {report}")
             reported = now
-            console.say(f"accel-fsdp: {status}, {now - began:.0f} s; machine 0 waits at {place}")
-        time.sleep(POLL_SECONDS)
+        time.sleep(0.2)
 
 
-def _difference(come: Mapping[int, Machine]) -> str:
-    """A sentence about the first number that differs between two machines; empty if none does."""
-    for name in ("machines", "processes"):
-        holders: dict[Any, Machine] = {}
-        for machine in come.values():
-            holders.setdefault(getattr(machine, name), machine)
-        holders.pop(None, None)
-        if len(holders) > 1:
-            return f"num_{name} is " + ", and ".join(f"{number} on {machine}" for number, machine in holders.items())
-    return ""
+def _wait_for_all(store: "Store", own: Machine, place: str, seconds: float, deadline: float) -> None:
+    """Registers this machine, and waits until the meeting ends: all have come, or two contradict each other."""
+    began, line = time.monotonic(), json.dumps(asdict(own))
+    store.append(MACHINES, f"+{line}\n")
+    come = _come(store)
+    same = [machine for machine in come if machine.rank == own.rank]
+    if len(same) > 1:
+        who = ", and ".join(f"{machine.host} (process {machine.process})" for machine in same)
+        _end(store, f"two machines were started as machine {own.rank}: {who}", FIX_RANKS)
+    elif len(come) == own.machines or len({machine.machines for machine in come}) > 1:
+        _end(store)
+    try:
+        while not time_limits.comes_true(lambda: store.check([END]), min(REPORT_SECONDS, deadline - time.monotonic())):
+            come = _come(store)
+            missing = sorted({*range(own.machines)} - {machine.rank for machine in come})
+            names = first_few([str(rank) for rank in missing], 8)
+            who = f"machine {names} is" if len(missing) == 1 else f"machines {names} are"
+            status = f"{len(come)} of {counted(own.machines, 'machine')} connected; {who} missing"
+            if time.monotonic() < deadline:
+                console.say(f"accel-fsdp: {status}, {time.monotonic() - began:.0f} s; machine 0 waits at {place}")
+            elif own.rank:
+                raise UserError(f"{status}, after {seconds:.0f} s", why=WAIT, fix=FIX_MISSING)
+            else:
+                _end(store, f"{status}, after {seconds:.0f} s", FIX_MISSING)
+    except BaseException:
+        store.append(MACHINES, f"-{line}\n")  # it may be started again
+        raise
 
 
-def _refuse(store: "Store", what: str, fix: str = FIX_RANKS) -> NoReturn:
-    """Ends the wait of all machines."""
-    raise _refusal(*json.loads(store.compare_set(REFUSED, "", json.dumps([what, fix]))))
+def _come(store: "Store") -> list[Machine]:
+    """The machines that have come and not left, by rank."""
+    lines = store.get(MACHINES).decode().splitlines()
+    left = {line[1:] for line in lines if line[0] == "-"}
+    come = (Machine(**json.loads(line[1:])) for line in lines if line[1:] not in left)
+    return sorted(come, key=lambda machine: machine.rank)
 
 
-def _refusal(what: str, fix: str) -> UserError:
-    return UserError(what, why=rendezvous.WAIT, fix=fix)
+def _end(store: "Store", what: str = "", fix: str = "") -> None:
+    """Ends the wait of all machines; the first end counts."""
+    store.compare_set(END, "", json.dumps([what, fix]))
+
+
+def _compare(store: "Store") -> None:
+    """Raises the UserError with which the meeting ended, or with the settings that differ."""
+    what, fix = json.loads(store.get(END))
+    if what:
+        raise UserError(what, why=WAIT, fix=fix)
+    come = _come(store)
+    settings = {machine.digest: json.loads(store.get(machine.digest)) for machine in come}
+    agreement.compare([(f"{machine.rank} ({machine.host})", settings[machine.digest]) for machine in come])

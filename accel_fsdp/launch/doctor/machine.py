@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Literal
 
-from accel_fsdp.errors import TESTED, UserError
-from accel_fsdp.launch import rendezvous
+from accel_fsdp.errors import TESTED
 from accel_fsdp.launch.doctor.facts import PROBE_BYTES, Facts
 from accel_fsdp.units import MIB, about_gib, counted, gib_or_mib, kib_or_mib, per_second
 
@@ -138,12 +137,21 @@ def _disk(facts: Facts) -> Iterator[Row]:
 
 
 def _interfaces(facts: Facts) -> Iterator[Row]:
-    try:
-        rendezvous.check_interfaces(facts.variables, facts.interfaces)
-    except UserError as error:
-        yield Row("interfaces", "error", error.what, error.why, error.fix)
-    else:
-        yield Row("interfaces", "ok", ", ".join(facts.interfaces))
+    """NCCL takes all interfaces that begin with the name, unless the value begins with =. A ^ names those to leave out.
+
+    A port may follow a name after a colon.
+    """
+    existing, rows = ", ".join(facts.interfaces), list[Row]()
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        value = facts.variables.get(variable, "")
+        is_prefix = variable.startswith("NCCL") and not value.startswith("=")
+        for name in (word.partition(":")[0] for word in value.removeprefix("=").split(",")):
+            is_here = any(at.startswith(name) if is_prefix else at == name for at in facts.interfaces)
+            if name and not value.startswith("^") and not is_here:
+                what = f"{variable}={value}: this machine has no interface {name}"
+                fix = f"unset {variable}, or name an interface that each machine has"
+                rows.append(Row("interfaces", "error", what, f"it has {existing}", fix))
+    yield from rows or [Row("interfaces", "ok", existing)]
 
 
 def _infiniband(facts: Facts) -> Iterator[Row]:
