@@ -1,7 +1,7 @@
 """Runs `train/sft.py` unchanged, with a fault on one rank as HANG_STEP ends: the life that tests of hangs take.
 
-HANG says which: `kill` kills the rank, `wait` sleeps, so that a test may cut the power, and `save` does so in the save
-of that step; each makes the file HANG_NOTE before. HANG_RANK names the rank.
+HANG says which: `kill` kills the rank, and `wait` sleeps, so that a test may cut the power; each makes the file
+HANG_NOTE before. HANG_RANK names the rank.
 """
 
 import os
@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from accel_fsdp.training import CheckpointWriter, SftTrainer
+from accel_fsdp.training import SftTrainer
 
 SFT = Path(__file__).parent.parent / "train" / "sft.py"
 RANK, KIND, STEP = os.environ["RANK"], os.environ["HANG"], int(os.environ["HANG_STEP"])
@@ -40,17 +40,6 @@ def wait() -> None:
     time.sleep(300)
 
 
-def waiting_in_a_save(original: Any) -> Any:
-    """Once the files are written, and before the marker says so."""
-
-    def hashes(self: Any, *args: Any) -> Any:
-        if KIND == "save" and self.trainer.state.global_step == STEP and os.environ["HANG_RANK"] == RANK:
-            wait()
-        return original(self, *args)
-
-    return hashes
-
-
 def with_fault(original: Any) -> Any:
     """A trainer is made with the callback."""
 
@@ -62,5 +51,4 @@ def with_fault(original: Any) -> Any:
 
 
 SftTrainer.__init__ = with_fault(SftTrainer.__init__)  # type: ignore[method-assign]
-CheckpointWriter._hashes = waiting_in_a_save(CheckpointWriter._hashes)  # type: ignore[method-assign]
 runpy.run_path(str(SFT), run_name="__main__")

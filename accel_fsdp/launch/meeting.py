@@ -131,7 +131,7 @@ def _reach(rank: int, address: str, port: int, seconds: float) -> socket.socket:
 def _wait_for_all(store: "Store", own: Machine, place: str, seconds: float, deadline: float) -> None:
     """Registers this machine, and waits until the meeting ends: all have come, or two contradict each other."""
     began, line = time.monotonic(), json.dumps(asdict(own))
-    store.append(MACHINES, f"+{line}\n")
+    store.append(MACHINES, f"+{line}\n")  # type: ignore[attr-defined]
     come = _come(store)
     same = [machine for machine in come if machine.rank == own.rank]
     if len(same) > 1:
@@ -153,7 +153,7 @@ def _wait_for_all(store: "Store", own: Machine, place: str, seconds: float, dead
             else:
                 _end(store, f"{status}, after {seconds:.0f} s", FIX_MISSING)
     except BaseException:
-        store.append(MACHINES, f"-{line}\n")  # it may be started again
+        store.append(MACHINES, f"-{line}\n")  # type: ignore[attr-defined]  # it may be started again
         raise
 
 

@@ -63,21 +63,6 @@ class Host:
         """Starts a command there."""
         return conftest.start([*self.before, *map(str, words)], {**os.environ, **environment})
 
-    @contextlib.contextmanager
-    def black_hole(self, mtu: int) -> Iterator[None]:
-        """The switch drops larger packets of it, and says nothing; its own system sends each packet by itself."""
-        subprocess.run([*self.before, "ip", "link", "set", "eth0", "gso_max_segs", "1"], check=True)
-        _ip("-n", self._switch, "link", "set", self._port, "mtu", str(mtu))
-        try:
-            yield
-        finally:
-            _ip("-n", self._switch, "link", "set", self._port, "mtu", "1500")
-            subprocess.run([*self.before, "ip", "link", "set", "eth0", "gso_max_segs", "65535"], check=True)
-
-    def cut_link(self) -> None:
-        """Takes it off the network: connections stay open, and nothing comes."""
-        subprocess.run([*self.before, "ip", "link", "set", "eth0", "down"], check=True)
-
     def cut_power(self) -> None:
         """Ends all of its processes at once, which have no other parent than the first; then its system is silent."""
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -106,17 +91,6 @@ def at_once(
 def all_ended(processes: Sequence["subprocess.Popen[str]"], seconds: float) -> list[conftest.Finished]:
     """What started commands printed; each may take so long after the one before."""
     return [conftest.ended(process, seconds) for process in processes]
-
-
-def processes_of(host: Host) -> list[psutil.Process]:
-    """What runs there, whoever started it, but the first process, which is the machine's life."""
-    namespace = os.readlink(f"/proc/{host.first.pid}/ns/net")
-    processes = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if process != host.first and os.readlink(f"/proc/{process.pid}/ns/net") == namespace:
-                processes.append(process)
-    return processes
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ import pytest
 from conftest import ROOT, SFT, Finished, made_yaml
 from reference import Reference, job_words, losses_of, train
 
-from accel_fsdp.checkpoints import completeness
 from accel_fsdp.errors import UserError
 from accel_fsdp.training import arguments
 
@@ -81,15 +80,6 @@ class Job:
             time.sleep(0.1)
         return started
 
-    def comes_back(self, reference: Reference) -> None:
-        """On the same two machines, started again, with the losses of a job that nothing happened to."""
-        newest = completeness.choose(self.run).newest
-        assert newest == self.run / f"checkpoint-{SAVED}"
-        with hosts.network("n1", "n2") as self.machines:
-            first, second = hosts.all_ended(self.start(SFT, "--resume_from_checkpoint", "auto"), STARTED_SECONDS)
-        assert (first.code, second.code) == (0, 0), first.output + second.output
-        assert losses_of(self.run, STEPS) == pytest.approx(reference.losses, abs=1e-4)
-
 
 @pytest.fixture
 def job(tmp_path: Path, tiny_model: Path, text_data: Path, machines: list[hosts.Host]) -> Job:
@@ -127,15 +117,6 @@ def test_a_host_switched_off_in_a_step(job: Job) -> None:
     job.machines[1].cut_power()
     first, _ = hosts.all_ended(launchers, ENDED_SECONDS)
     says_where(first, 0, 1)
-
-
-@pytest.mark.slow
-def test_the_host_with_the_store_switched_off_in_a_save(job: Job, reference: Reference) -> None:
-    launchers = job.start_until("save", rank=0, step=2 * SAVED)
-    job.machines[0].cut_power()
-    _, second = hosts.all_ended(launchers, ENDED_SECONDS)
-    says_where(second, 2, 3)
-    job.comes_back(reference)
 
 
 @pytest.mark.slow

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 from conftest import ROOT, SFT, made_yaml
 
-from accel_fsdp import cli, cpu
-from accel_fsdp.config import read_config
+from accel_fsdp import cpu
 from accel_fsdp.errors import UserError
-from accel_fsdp.launch import launcher, place
+from accel_fsdp.launch import launcher
 
 TOP = "compute_environment: LOCAL_MACHINE\nnum_machines: 1\nnum_processes: 2\n"
 FSDP = (
@@ -118,56 +117,6 @@ def test_expandable_segments_are_left_out_where_they_may_fail(
     path.write_text(YAMLS["fsdp2"])
     args = launcher.launcher_args(path, SFT, ())
     assert bool(launcher.allocator_variables(args)) == (hip is None and "WSL" not in release)
-
-
-def test_ranks_on_the_cpu_get_no_setting_of_the_allocator(tmp_path: Path) -> None:
-    path = tmp_path / "job.yaml"
-    path.write_text(YAMLS["ddp"])
-    shown = launcher.environment(launcher.parse(path, launcher.launcher_words(path, SFT, (), on_cpu=True)))
-    assert "PYTORCH_ALLOC_CONF" not in shown
-    assert EXPANDABLE.items() <= launcher.environment(launcher.launcher_args(path, SFT, ())).items()
-
-
-@pytest.mark.parametrize(
-    ("machines", "in_file", "flag", "message"),
-    [
-        (2, None, None, "is for 2 machines, and the number of this machine is unknown"),
-        (2, None, 2, "--machine-rank 2 of 2 machines"),
-        (2, None, -1, "--machine-rank -1 of 2 machines"),
-        (2, 1, 0, "machine_rank: 1 in"),
-        (1, None, 1, "--machine-rank 1 of 1 machine"),
-        (2, None, 1, ""),
-        (2, 0, 1, ""),
-        (2, 1, None, ""),
-        (1, None, None, ""),
-        (1, None, 0, ""),
-    ],
-)
-def test_a_machine_knows_which_one_it_is(
-    machines: int, in_file: int | None, flag: int | None, message: str, tmp_path: Path
-) -> None:
-    yaml = tmp_path / "job.yaml"
-    text = YAMLS["fsdp2"].replace("num_machines: 1", f"num_machines: {machines}")
-    text += "main_process_ip: 10.0.0.1\nmain_process_port: 29512\n" if machines > 1 else ""
-    yaml.write_text(text + ("" if in_file is None else f"machine_rank: {in_file}\n"))
-    values = read_config(yaml)[0].values
-    flags = {"machine_rank": flag}
-    if message:
-        with pytest.raises(UserError, match=message):
-            place.settle(place.Place(), flags, values, str(yaml))
-        return
-    here = place.settle(place.Place(), flags, values, str(yaml))
-    words = launcher.launcher_words(yaml, SFT, (), place=here, values=values)
-    args = launcher.parse(yaml, words)
-    assert int(args.machine_rank or 0) == (flag if flag is not None else in_file or 0)
-    assert ("--machine_rank" in words) == (flag is not None and flag != in_file)
-
-
-@pytest.mark.parametrize("flag", [["--machine_rank", "1"], ["--machine-rank=1"], ["--dry-run", "--machine_rank", "1"]])
-def test_the_flag_for_the_machine_stands_before_the_script(flag: list[str]) -> None:
-    _, command, rest = cli._parse(["launch", *flag, "job.yaml", "train.py", "--lr", "1"])
-    assert (command.machine_rank, command.file, command.script) == (1, Path("job.yaml"), Path("train.py"))
-    assert rest == ("--lr", "1")
 
 
 Launch = Callable[..., str]

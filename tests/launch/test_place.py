@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -74,103 +74,57 @@ def dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return run
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_the_engine_says_where_a_launch_runs(engine: str, dry: Dry) -> None:
-    shown = dry(TWO, ENGINES[engine])
-    assert f"# {engine}: num_machines 2 (" in shown
-    assert f"--machine_rank 1 {MEETING[engine]} --config_file" in shown
+ONE_OF_2 = f"{YAML}num_machines: 1\nnum_processes: 2\n"
+IP = "main_process_ip: 10.0.0.1\n"
+ZERO3 = "distributed_type: DEEPSPEED\nnum_machines: 2\nnum_processes: 8\ndeepspeed_config:\n  zero_stage: 3\n"
+FLAGS = ("--num-machines", "4", "--num_processes", "16", "--machine-rank=3", "--main-process-ip", "10.0.0.9")
+TEMPLATE = {"MASTER_ADDR": "gpu07", "MASTER_PORT": "29500", "WORLD_SIZE": "8", "RANK": "1"}
+"""Variables that common templates export."""
+PODS = ENGINES["Kubeflow"]
+CASES: Sequence[tuple[str, Mapping[str, str], Sequence[str], str]] = [
+    *((TWO, ENGINES[name], (), f"# {name}: num_machines 2 (") for name in ENGINES),
+    *((TWO, ENGINES[name], (), f"--machine_rank 1 {MEETING[name]} --config_file") for name in ENGINES),
+    *((YAML, ENGINES[name], (), "launch --num_machines 2 --num_processes 8 --machine_rank 1") for name in ENGINES),
+    *((ONE_OF_2, ENGINES[name], (), f"{name} says num_machines 2 (") for name in ENGINES),
+    *(
+        (f"{YAML}num_machines: 2\nnum_processes: 16\n", ENGINES[name], (), "num_processes: 16 is in")
+        for name in ENGINES
+    ),
+    # Fewer processes than GPUs are allowed
+    (f"{YAML}num_machines: 2\nnum_processes: 2\n", SLURM, (), "num_processes 2 ("),
+    (TWO, SLURM, ("--num-processes", "4"), "--num_processes 4 "),
+    (TWO, SLURM, ("--num-processes", "16"), "--num-processes 16 is on the command line"),
+    (TWO, PODS, ("--num-processes", "4"), "--num-processes 4 is on"),
+    (TWO, PODS, ("--machine-rank", "0"), "--machine-rank 0 is on"),
+    # SLURM's own variables win
+    (TWO, SLURM | TEMPLATE, (), "# SLURM: num_machines 2 ("),
+    (ONE_OF_2, TEMPLATE, (), "accelerate launch --config_file"),
+    (TWO, SLURM | {"SLURM_STEP_ID": ""}, (), "this is its batch script itself\nsrun --ntasks-per-node=1"),
+    (TWO, SLURM | {"SLURM_STEP_NUM_TASKS": "8"}, (), "8 tasks on 2 machines (SLURM_STEP_NUM_TASKS)"),
+    (TWO, SLURM | {"SLURM_NODEID": "two"}, (), "SLURM_NODEID=two is not a number"),
+    (TWO, SLURM | {"SLURM_NODEID": "2"}, (), "SLURM_NODEID 2 of 2 machines"),
+    (TWO, SLURM | {"SLURM_NODEID": ""}, (), "the number of this machine is unknown"),
+    (f"{TWO}{IP}machine_rank: 3\n", SLURM, (), "SLURM_NODEID 1, and machine_rank: 3 in"),
+    (TWO, PODS | {"PET_NNODES": "1:2"}, (), "torchrun train/sft.py"),
+    (TWO, PODS | {"PET_NPROC_PER_NODE": "auto"}, (), "num_processes 8 ("),
+    # Without an engine
+    (TWO, {}, FLAGS, "--num_machines 4 --num_processes 16 --machine_rank 3 --main_process_ip 10.0.0.9 --config_file"),
+    (TWO, {}, (*FLAGS, "--num_processes", "15"), "15 on 4 machines"),
+    (f"{TWO}{IP}", {}, (), "is for 2 machines, and the number of this machine is unknown"),
+    (f"{TWO}{IP}", {}, ("--machine-rank", "2"), "--machine-rank 2 of 2 machines"),
+    (f"{TWO}{IP}machine_rank: 0\n", {}, ("--machine-rank", "1"), "--machine_rank 1 --config_file"),
+    (f"{TWO}{IP}machine_rank: 1\n", {}, ("--machine-rank", "0"), "machine_rank: 1 in"),
+    # DeepSpeed's own launcher would start every rank twice
+    (ZERO3, SLURM, (), "deepspeed_multinode_launcher: standard"),
+    (f"{ZERO3}  deepspeed_multinode_launcher: standard\n", SLURM, (), "--machine_rank 1"),
+]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_yaml_without_numbers_takes_the_engines(engine: str, dry: Dry) -> None:
-    assert "launch --num_machines 2 --num_processes 8 --machine_rank 1" in dry(YAML, ENGINES[engine])
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_another_number_of_machines_is_refused_with_both(engine: str, dry: Dry) -> None:
-    shown = dry(f"{YAML}num_machines: 1\nnum_processes: 8\n", ENGINES[engine])
-    assert f"{engine} says num_machines 2 (" in shown
-    assert "num_machines: 1 is in" in shown
-    assert "num_machines: 2 in the YAML" in shown
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_another_number_of_processes_is_refused_with_both(engine: str, dry: Dry) -> None:
-    shown = dry(f"{YAML}num_machines: 2\nnum_processes: 16\n", ENGINES[engine])
-    assert f"{engine} says num_processes 8 (" in shown
-    assert "num_processes: 16 is in" in shown
-
-
-def test_a_flag_may_leave_gpus_idle_but_not_contradict_processes(dry: Dry) -> None:
-    assert "--num_processes 4 " in dry(TWO, SLURM, "--num-processes", "4")
-    assert "--num-processes 16 is on the command line" in dry(TWO, SLURM, "--num-processes", "16")
-
-
-def test_a_yaml_may_leave_gpus_idle(dry: Dry) -> None:
-    shown = dry(f"{YAML}num_machines: 2\nnum_processes: 2\n", SLURM)
-    assert "num_processes 2 (" in shown
-    assert "--num_processes" not in shown
-
-
-def test_a_slurm_step_with_the_variables_of_common_templates_is_slurms(dry: Dry) -> None:
-    common = {"MASTER_ADDR": "gpu07", "MASTER_PORT": "29500", "WORLD_SIZE": "8", "RANK": "1"}
-    assert "# SLURM: num_machines 2 (" in dry(TWO, SLURM | common)
-    assert "#" not in dry(f"{YAML}num_machines: 1\nnum_processes: 2\n", {"RANK": "1"})
-
-
-def test_flags_contradict_neither_kubernetes(dry: Dry) -> None:
-    assert "--num-processes 4 is on" in dry(TWO, ENGINES["Kubeflow"], "--num-processes", "4")
-    assert "--machine-rank 0 is on" in dry(TWO, ENGINES["Kubeflow"], "--machine-rank", "0")
-
-
-def test_flags_alone_replace_what_the_yaml_says(dry: Dry) -> None:
-    flags = ["--num-machines", "4", "--num_processes", "16", "--machine-rank=3", "--main-process-ip", "10.0.0.9"]
-    shown = dry(TWO, {}, *flags)
-    assert "--num_machines 4 --num_processes 16 --machine_rank 3 --main_process_ip 10.0.0.9 --config_file" in shown
-    assert "#" not in shown
-    assert "15 on 4 machines" in dry(TWO, {}, *flags, "--num_processes", "15")
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"SLURM_STEP_ID": ""}, "this is its batch script itself\nsrun --ntasks-per-node=1"),
-        ({"SLURM_STEP_NUM_TASKS": "8"}, "8 tasks on 2 machines (SLURM_STEP_NUM_TASKS)"),
-        ({"SLURM_NODEID": "two"}, "SLURM_NODEID=two is not a number"),
-        ({"SLURM_NODEID": "2"}, "SLURM_NODEID 2 of 2 machines"),
-        ({"SLURM_NODEID": ""}, "the number of this machine is unknown"),
-    ],
-)
-def test_a_slurm_job_that_would_hang_is_refused(changed: dict[str, str], message: str, dry: Dry) -> None:
-    variables = {name: value for name, value in (SLURM | changed).items() if value}
-    assert message in dry(TWO, variables)
-
-
-def test_an_elastic_kubernetes_job_is_torchruns(dry: Dry) -> None:
-    assert "torchrun train/sft.py" in dry(TWO, {**ENGINES["Kubeflow"], "PET_NNODES": "1:2"})
-
-
-@pytest.mark.parametrize("word", ["auto", "gpu", "cpu"])
-def test_words_for_the_number_of_processes_leave_it_to_the_yaml(word: str, dry: Dry) -> None:
-    assert "num_processes 8 (" in dry(TWO, {**ENGINES["Kubeflow"], "PET_NPROC_PER_NODE": word})
-
-
-def test_a_rank_of_torchrun_is_no_pod(dry: Dry) -> None:
-    yaml = f"{YAML}num_machines: 1\nnum_processes: 2\n"
-    assert "#" not in dry(yaml, {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "23456"})
-
-
-def test_a_machine_rank_in_the_file_that_is_another_machines(dry: Dry) -> None:
-    ip = "main_process_ip: 10.0.0.1\n"
-    assert "machine_rank: 0" not in dry(f"{TWO}{ip}machine_rank: 0\n", SLURM)
-    shown = dry(f"{TWO}{ip}machine_rank: 3\n", SLURM)
-    assert "SLURM_NODEID 1, and machine_rank: 3 in" in shown
-
-
-def test_deepspeeds_own_launcher_would_start_every_rank_twice(dry: Dry) -> None:
-    yaml = "distributed_type: DEEPSPEED\nnum_machines: 2\nnum_processes: 8\ndeepspeed_config:\n  zero_stage: 3\n"
-    assert "deepspeed_multinode_launcher: standard" in dry(yaml, SLURM)
-    assert "--machine_rank 1" in dry(f"{yaml}  deepspeed_multinode_launcher: standard\n", SLURM)
+@pytest.mark.parametrize(("yaml", "variables", "flags", "message"), CASES)
+def test_where_a_launch_runs(
+    yaml: str, variables: Mapping[str, str], flags: Sequence[str], message: str, dry: Dry
+) -> None:
+    assert message in dry(yaml, {name: value for name, value in variables.items() if value}, *flags)
 
 
 @given(
