@@ -363,10 +363,4 @@ COMMANDS = {
         _doctor,
         outcome="",
     ),
-    "docs": Command(
-        "Show a page of this version's documentation, or list them: accel-fsdp docs [TOPIC].",
-        "accel_fsdp.docs_command:DocsCommand",
-        "accel_fsdp.docs_command:show",
-        outcome="",
-    ),
 }

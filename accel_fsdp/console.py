@@ -58,16 +58,6 @@ def put(text: str, style: str = "", wrap: bool = False, lines: bool = False) -> 
     _print(data, printable(text) if lines else one_line(text), style, wrap)
 
 
-def show_markdown(text: str) -> None:
-    """Prints a page of this package: laid out in a terminal, else the text itself."""
-    if data.is_terminal:
-        from rich.markdown import Markdown  # it loads a lexer, which few commands need
-
-        data.print(Markdown(text, hyperlinks=False))
-    else:
-        put(text.rstrip("\n"), lines=True)
-
-
 def _print(console: Console, text: str, style: str, wrap: bool) -> None:
     if wrap:
         console.print(text, style=style, markup=False)

@@ -63,16 +63,6 @@ def _json_indent(text: str) -> int | None:
     return len(lines[1]) - len(lines[1].lstrip(" ")) if len(lines) > 1 else None
 
 
-def reads_as(text: str, document: Any) -> bool:
-    """Whether a text parses to the values of a document, as YAML 1.2."""
-    from ruamel.yaml.error import YAMLError
-
-    try:
-        return bool(_round_trip().load(text) == _round_trip().load(text_of(document)))
-    except (YAMLError, ValueError):
-        return False
-
-
 def indent_of(text: str) -> int:
     nested = [len(line) - len(line.lstrip(" ")) for line in text.splitlines() if line.startswith(" ") and ":" in line]
     return nested[0] if nested else 2
