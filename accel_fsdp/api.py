@@ -14,7 +14,7 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from accel_fsdp import flag_words
+from accel_fsdp import command_line
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def to_yaml(answers: Answers | Mapping[str, Any]) -> str:
     names = {
         name: question.field
         for question in wizard.QUESTIONS
-        for name in filter(None, (question.field, flag_words.field_name(question.alias)))
+        for name in filter(None, (question.field, command_line.field_name(question.alias)))
     }
     _refuse_unknown("there is no question", answers, names)
     flags = {names[name]: wizard.to_yaml.flag_text(value) for name, value in answers.items()}

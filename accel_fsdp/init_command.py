@@ -5,12 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from accel_fsdp import atomic_files, console, shipped
+from accel_fsdp.command_line import arg, positional
 from accel_fsdp.config import SCRIPT, THIS_FILE, script_arguments
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
-from accel_fsdp.flag_words import arg
 
 CONFIG = "fsdp2"
 CHOSEN = (
@@ -24,7 +22,7 @@ SCHEMA = "accelerate_configs/schema.json"
 
 @dataclass(frozen=True)
 class InitCommand:
-    folder: Annotated[tyro.conf.Positional[Path], arg("The project; made if need be.", "DIR")]
+    folder: Annotated[Path, positional("The project; made if need be.", "DIR")]
     config: Annotated[str, arg("Which of the ready-made YAMLs: fsdp2, fsdp2_lora, zero3, ddp, ...", "NAME")] = CONFIG
     native: Annotated[bool, arg("Also native.py, the same job in plain PyTorch.")] = False
 

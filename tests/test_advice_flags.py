@@ -30,7 +30,7 @@ PROGRAM = re.compile(
 )
 """What a fix names before a flag: the flag is that program's. `check --fix FILE` is the linter's own short form."""
 PRINTED_BY = {
-    " ".join(COMMANDS): "flag_words",
+    " ".join(COMMANDS): "command_line",
     "config": "wizard/validation wizard/interview wizard/command",
     "config plan": "hardware/",
     "plan": "planner/ prediction/ job/",

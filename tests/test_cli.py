@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, SFT, accel_fsdp, accelerate_launch, free_port, made_yaml, run
 from safetensors.torch import load_file, save_file
 
-from accel_fsdp import __version__, atomic_files, cli, flag_words, units
+from accel_fsdp import __version__, atomic_files, cli, command_line, units
 from accel_fsdp.errors import UsageError, UserError
 
 CATALOGUED = ("--model", "meta-llama/Llama-3.1-8B", "--gpus", "8xH100")  # nothing is built, and torch not imported
@@ -365,8 +365,8 @@ def test_the_flags_that_are_known_are_those_of_the_help(command: str, capsys: py
         cli.call([command, "--help"])
     rows = re.findall(r"^[│| ]*(-.*)", capsys.readouterr().out, re.M)
     shown = {name for row in rows for name in re.findall(r"(?:^|, )(--?[a-z][a-z-]*)", row)}
-    known = flag_words.flags_of(cli.COMMANDS[command].flags())
-    assert shown == {*known, *flag_words.HELP}
+    known = command_line.flags_of(cli.COMMANDS[command].flags())
+    assert shown == {*known, *command_line.HELP}
 
 
 @pytest.mark.parametrize("words", [["--machine_rank", "1"], ["--machine-rank", "1"], ["--machine_rank=1"]])

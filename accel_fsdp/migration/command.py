@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp import atomic_files, console
+from accel_fsdp.command_line import parse_command_line
 from accel_fsdp.config import (
     EXPERT_FIELD,
     EXPERT_FLAG,
@@ -22,7 +23,6 @@ from accel_fsdp.config import (
     yaml_file,
 )
 from accel_fsdp.errors import UsageError, UserError
-from accel_fsdp.flag_words import parse_command_line
 from accel_fsdp.migration import native
 from accel_fsdp.migration.changes import Change, Migration, as_int
 from accel_fsdp.migration.flags import MigrateCommand

@@ -4,10 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Optional
 
-import tyro
-
+from accel_fsdp.command_line import arg, positional
 from accel_fsdp.config import MigrationTarget
-from accel_fsdp.flag_words import arg
 
 
 @dataclass(frozen=True)
@@ -18,7 +16,7 @@ class MigrateCommand:
     for the first, and users may not expect the second.
     """
 
-    file: Annotated[tyro.conf.Positional[Path], arg("An Accelerate YAML, or the JSON of `--to native`.", "FILE")]
+    file: Annotated[Path, positional("An Accelerate YAML, or the JSON of `--to native`.", "FILE")]
     to: Annotated[MigrationTarget, arg("The engine to rewrite it for.")]
     output: Annotated[Optional[Path], arg("Write there and leave FILE as it is.", "OUT", alias="-o")] = None
     force: Annotated[bool, arg("Write although a meaning is lost.")] = False

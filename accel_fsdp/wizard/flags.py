@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
-from accel_fsdp.flag_words import arg
+from accel_fsdp.command_line import arg
 from accel_fsdp.job import Recipe
 from accel_fsdp.wizard.presets import PRESETS
 from accel_fsdp.wizard.question import Question

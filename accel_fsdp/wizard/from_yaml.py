@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from accel_fsdp.command_line import parse_command_line
 from accel_fsdp.config import (
     BY_NAME,
     DATA_AXES,
@@ -26,7 +27,6 @@ from accel_fsdp.config import (
     with_header,
 )
 from accel_fsdp.errors import UsageError
-from accel_fsdp.flag_words import parse_command_line
 from accel_fsdp.wizard.answers import Answers
 from accel_fsdp.wizard.questions import QUESTIONS, applying
 from accel_fsdp.wizard.to_yaml import header, to_mapping

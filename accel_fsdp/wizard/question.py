@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp import flag_words
+from accel_fsdp import command_line
 from accel_fsdp.config import FSDP_VERSIONS, OTHER_ENGINES, Engine
 from accel_fsdp.errors import UsageError, did_you_mean
 from accel_fsdp.hardware import MachineFacts, machines
@@ -103,7 +103,7 @@ class Question:
 
     @property
     def flag(self) -> str:
-        return flag_words.flag_of(self.field)
+        return command_line.flag_of(self.field)
 
 
 def settle(question: Question, context: Context, value: Any) -> Context:
