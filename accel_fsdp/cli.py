@@ -86,10 +86,10 @@ def _parse(words: list[str]) -> tuple["Command", Any, tuple[str, ...]]:
 def _overview() -> str:
     lines = [
         "usage: accel-fsdp COMMAND [-h] ...\n",
-        "From a model and GPUs to a trained, exported model with FSDP. accel-fsdp --version prints the version.\n",
+        "From a model and GPUs to a trained, exported model with FSDP.\n",
     ]
     for name, command in COMMANDS.items():
-        lines += textwrap.wrap(command.summary, 100, initial_indent=f"  {name:13}", subsequent_indent=" " * 15)
+        lines += textwrap.wrap(command.summary, 79, initial_indent=f"  {name:13}", subsequent_indent=" " * 15)
     return "\n".join(lines) + "\n"
 
 
@@ -147,9 +147,8 @@ def _split_script_args(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
         return words[: words.index("--")], tuple(words[words.index("--") + 1 :])
     if not words or words[0] not in BEFORE_ARGS:
         return words, ()
-    with_value = {
-        name for name, flag in command_line.flags_of(COMMANDS[words[0]].flags()).items() if not flag.is_switch
-    }
+    flags = command_line.flags_of(COMMANDS[words[0]].flags())
+    with_value = {name for name, flag in flags.items() if not flag.is_switch}
     end, left, is_value = 1, BEFORE_ARGS[words[0]], False
     while end < len(words) and left:
         word = words[end]

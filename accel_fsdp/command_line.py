@@ -23,7 +23,7 @@ class Argument:
     hint: str = ""
     alias: str = ""
     name: str = ""
-    positional: bool = False
+    is_positional: bool = False
 
     @property
     def ending(self) -> str:
@@ -34,9 +34,9 @@ def arg(text: str, metavar: str = "", **options: str) -> Any:
     return Argument(text, metavar, **options)  # type: ignore[arg-type]
 
 
-def word(text: str, metavar: str, hint: str = "") -> Any:
+def positional(text: str, metavar: str, hint: str = "") -> Any:
     """The annotation of a positional word."""
-    return Argument(text, metavar, hint=hint, positional=True)
+    return Argument(text, metavar, hint=hint, is_positional=True)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Flag:
             parser.add_argument(*self.names, dest=self.field, action="store_true", **options)
             return
         options |= {"type": self._converted, "metavar": self.argument.metavar or self._metavar}
-        if not self.argument.positional:
+        if not self.argument.is_positional:
             required = self.default is MISSING
             parser.add_argument(*self.names, dest=self.field, required=required, default=self.default, **options)
         elif get_origin(self.types[0]) is tuple:
@@ -101,7 +101,7 @@ class Flag:
 
 def flags_of(declared: type) -> dict[str, Flag]:
     """The flags of a command's class by each of their names, without positional words."""
-    return {name: flag for flag in _declared(declared) if not flag.argument.positional for name in flag.names}
+    return {name: flag for flag in _declared(declared) if not flag.argument.is_positional for name in flag.names}
 
 
 def _declared(declared: type) -> Iterator[Flag]:
@@ -136,9 +136,8 @@ def parse(command: str, declared: type, words: Sequence[str], summary: str = "")
         names = [text.partition("=")[0] for text in unknown if is_flag(text)]
         problems = [f"{name} is not a flag of {command}.{did_you_mean(name, flags_of(declared))}" for name in names]
         parser.error(" ".join(problems) or f"{command} does not take the word {unknown[0]}")
-    return declared(
-        **{name: tuple(value) if isinstance(value, list) else value for name, value in vars(values).items()}
-    )
+    several = {name: tuple(value) for name, value in vars(values).items() if isinstance(value, list)}
+    return declared(**{**vars(values), **several})
 
 
 def _dashed(words: Sequence[str]) -> Iterator[str]:
