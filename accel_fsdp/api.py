@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from accel_fsdp.config import MigrationTarget
     from accel_fsdp.exporter import ExportReport
     from accel_fsdp.linter.rules import Finding
-    from accel_fsdp.migration import Change
     from accel_fsdp.planner import Comparison, PlanCommand, PlanReport
-    from accel_fsdp.wizard import Answers
+    from accel_fsdp.wizard import Answers, Change
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -124,12 +123,12 @@ def migrate(path: File, to: MigrationTarget, *, layer_class: str = "") -> Migrat
     Raises:
         UserError: the file can't be read, or its engine can't be migrated.
     """
-    from accel_fsdp import migration
+    from accel_fsdp import wizard
     from accel_fsdp.config import MigrationTarget
 
     _refuse_value("to", to, MigrationTarget)
-    drawn, _, text = migration.drawn_up(_path("path", path), to, layer_class)
-    return Migrated(text, drawn.changes, drawn.broken)
+    migration = wizard.migrated(_path("path", path), to, layer_class)
+    return Migrated(migration.text, migration.changes, migration.broken)
 
 
 @_checks_keywords

@@ -277,8 +277,8 @@ COMMANDS = {
     ),
     "migrate": Command(
         "Rewrite an Accelerate YAML for another engine, in place or with -o, and say what becomes of each key.",
-        "accel_fsdp.migration:MigrateCommand",
-        "accel_fsdp.migration:migrate",
+        "accel_fsdp.wizard:MigrateCommand",
+        "accel_fsdp.wizard:migrate",
     ),
     "launch": Command(
         "Lint the YAML, then run the script with it: accel-fsdp launch [flags] FILE SCRIPT [script arguments].",

@@ -25,7 +25,7 @@ PACKAGE = ROOT / "accel_fsdp"
 FLOORS = [  # a room imports rooms of lower floors, which are the lines above it, never one of its own floor
     {"helpers"},
     {"checkpoints", "config", "hardware"},
-    {"migration", "models"},
+    {"models"},
     {"exporter", "job"},
     {"linter", "prediction", "conversion", "ranks"},
     {"launch", "wizard"},
@@ -221,7 +221,7 @@ def test_a_face_offers_what_it_names(room: str) -> None:
     assert [name for name in face.__all__ if not hasattr(face, name)] == []
 
 
-PURE = ["config", "hardware", "prediction", "prediction.memory", "linter.rules", "migration", "wizard"]
+PURE = ["config", "hardware", "prediction", "prediction.memory", "linter.rules", "wizard"]
 
 
 JUDGED = ("completeness", "dcp", "discover", "marker", "resumed_pickles", "safetensors_header", "store", "summary")

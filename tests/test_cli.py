@@ -371,7 +371,6 @@ def test_values_that_begin_like_flags() -> None:
     assert cli._parse(["config", "-yo", "new.yaml"])[1].output == Path("new.yaml")
     assert cli._parse(["check", "--args=--strct", "-"])[1].files == (Path("-"),)
     assert cli._parse(["launch", "--machine-rank", "-1", "job.yaml", "train.py"])[1].machine_rank == -1
-    assert cli._parse(["check", "--", "-s.yaml"])[1].files == (Path("-s.yaml"),)
 
 
 INTERRUPTED = """\

@@ -81,19 +81,20 @@ def _remove(mapping: Any, key: str) -> None:
     """Removes a key with the comment on its line; comments on lines between come before the next key, or last."""
     names = list(mapping)
     place, value = names.index(key), mapping[key]
-    kept = [line for line in _comment_lines(value) if line.lstrip().startswith("#")]
-    if not _is_block(value):
-        kept += _split(mapping, key)[1]
-    elif comments := mapping.ca.items.get(key):
-        kept = [line for line in _lines([comments[2]])[1:] if line.strip()] + kept
+    comments = mapping.ca.items.get(key) or [None, None, None, None]
+    inside = [line for line in _comment_lines(value) if line.lstrip().startswith("#")]
+    if _is_block(value):
+        inside = _lines([comments[2]])[1:] + inside
+    column = mapping.lc.col or 0
+    above = [" " * column + line.lstrip() for line in _lines(comments[1] or [])]
+    kept = above + inside + ([] if _is_block(value) else _split(mapping, key)[1])
     del mapping[key]
     mapping.ca.items.pop(key, None)
     if not kept or len(names) == 1:
         return
     if place + 1 < len(names):
         comments = mapping.ca.items.setdefault(names[place + 1], [None, None, None, None])
-        text = "".join(f"{line.strip()}\n" for line in kept)
-        comments[1] = [_token(text, mapping.lc.col or 0), *(comments[1] or [])]
+        comments[1] = [_token("".join(kept).lstrip(" "), column), *(comments[1] or [])]
     else:
         holder, last = _innermost(mapping, names[place - 1])
         beside, below = _split(holder, last)

@@ -182,6 +182,7 @@ class JobConfig:
     def number(self, key: str) -> int:
         """A top-level integer; 0 if it isn't one."""
         value = self.top(key)
+        value = int(value) if isinstance(value, str) and value.isdecimal() else value
         return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
     @property

@@ -121,7 +121,7 @@ def activation_checkpointing(context: Context) -> tuple[bool, str]:
 
 def ram_efficient_loading(context: Context) -> tuple[bool, str]:
     """On, except for stored buffers, on which FSDP2 would crash."""
-    if context["fsdp_version"] == 2 and context.model is not None and context.model.persistent_buffers:
+    if context.engine is Engine.FSDP2 and context.model is not None and context.model.persistent_buffers:
         return False, f"the model stores {context.model.persistent_buffers} buffers, which FSDP2 can't fill from rank 0"
     if context["method"] == "qlora":
         return False, "4-bit weights are quantised on every rank"

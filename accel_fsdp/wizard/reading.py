@@ -76,7 +76,7 @@ def _deepspeed(job: JobConfig) -> dict[str, str]:
     devices = [("offload_optimizer_device", stage != "0"), ("offload_param_device", stage == "3")]
     used = {str(section.get(key, "none")).lower() for key, is_read in devices if is_read}
     builds = stage == "3" and str(section.get("zero3_init_flag", True)).lower() in TRUE_WORDS
-    return {"cpu_offload": str("cpu" in used), "ram_efficient_loading": str(builds)}
+    return {"cpu_offload": str(bool({"cpu", "nvme"} & used)), "ram_efficient_loading": str(builds)}
 
 
 def _axes_of(job: JobConfig, strategy: str) -> dict[str, str]:
