@@ -11,10 +11,10 @@ from .convert import Change as Change
 from .flags import ConfigCommand as ConfigCommand
 from .flags import SeqLen as SeqLen
 from .flags import WizardOptions as WizardOptions
-from .migrate import MigrateCommand as MigrateCommand
-from .migrate import Migration as Migration
-from .migrate import migrate as migrate
-from .migrate import migrated as migrated
+from .migration import MigrateCommand as MigrateCommand
+from .migration import Migration as Migration
+from .migration import migrate as migrate
+from .migration import migrated as migrated
 from .presets import MODEL as MODEL
 from .presets import PRESETS as PRESETS
 from .question import Context as Context

@@ -2,13 +2,13 @@
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from accel_fsdp import atomic_files, console
 from accel_fsdp.config import JobConfig, header, yaml_file
 from accel_fsdp.errors import UsageError, did_you_mean
-from accel_fsdp.wizard import asking, convert, interview, migrate, prompts, reading, to_yaml
+from accel_fsdp.wizard import asking, convert, interview, migration, prompts, reading, to_yaml
 from accel_fsdp.wizard.answers import Answers
 from accel_fsdp.wizard.convert import Change
 from accel_fsdp.wizard.flags import WizardOptions
@@ -101,7 +101,9 @@ def _text(session: interview.Interview, original: Original | None) -> tuple[str,
     answered = set(session.given.keys() - original.written.keys())
     if answers.model and "layer_class" not in original.written:
         answered.add("layer_class")  # the model has answered it
-    document, old = yaml_file.load(original.path), reading.to_answers(original.written)
+    open_fields = vars(answers).keys() - original.written.keys() - answered
+    old = replace(reading.to_answers(original.written), **{field: getattr(answers, field) for field in open_fields})
+    document = yaml_file.load(original.path)
     changes = convert.rewrite(document, original.job, old, answers, answered)
     return header.with_header(yaml_file.dump(document), to_yaml.header(answers)), changes
 
@@ -151,7 +153,7 @@ def _may_write(
 ) -> bool:
     """Asks before a file is overwritten, or a meaning is lost; shows the diff first if the file is re-edited."""
     if broken := [change for change in changes if change.breaks]:
-        migrate.show(broken)
+        migration.show(broken)
         if not prompts.confirm("Write it without them?", default=False):
             return False
     if output is None or options.force or not atomic_files.is_taken(output):
@@ -165,7 +167,7 @@ def _write(session: interview.Interview, options: WizardOptions, original: Origi
     output, answers = _output(options), interview.answers(session)
     text, changes = _text(session, original)
     if original and any(change.breaks for change in changes) and not (options.force or sys.stdin.isatty()):
-        raise migrate.refusal(original.path, answers.engine, changes)
+        raise migration.refusal(original.path, answers.engine, changes)
     if note := header.missing_here(text):
         _warn((note,))
     if output is None:

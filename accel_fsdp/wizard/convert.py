@@ -189,7 +189,9 @@ def retarget(flags: Mapping[str, str], job: JobConfig, target: MigrationTarget) 
 
 def target_of(engine: str, flags: Mapping[str, str], strategy: str) -> MigrationTarget | None:
     """The target that flags of `accel-fsdp config` name; None for another engine."""
-    stage = flags.get("zero_stage") or str(ZERO_STAGES.get(STRATEGIES.get(int(strategy), ""), 3) or 3)
+    stage = flags.get("zero_stage") or str(
+        ZERO_STAGES.get(STRATEGIES.get(int(strategy) if strategy.isdecimal() else 1, ""), 3) or 3
+    )
     name = f"zero{stage}" if engine == "deepspeed" else f"fsdp{flags.get('fsdp_version', '2')}"
     return next((target for target in TARGETS if target == name and engine in ("deepspeed", "fsdp")), None)
 
@@ -285,7 +287,7 @@ class Conversion:
     def _restaged(self) -> Iterator[Change]:
         key = "deepspeed_config_file"
         is_restaged = self.engine is Engine.DEEPSPEED and self.old.zero_stage != self.new.zero_stage
-        if is_restaged and key in self.job.section(self.section):
+        if is_restaged and not self._is_open((self.section, "zero_stage")) and key in self.job.section(self.section):
             self.edits.append(Edit(self.section, key))
             yield Change(key, "lost", why="the stage is in that file, which is not read", breaks=True)
 

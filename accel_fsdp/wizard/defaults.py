@@ -121,6 +121,8 @@ def activation_checkpointing(context: Context) -> tuple[bool, str]:
 
 def ram_efficient_loading(context: Context) -> tuple[bool, str]:
     """On, except for stored buffers, on which FSDP2 would crash."""
+    if context.engine is Engine.DEEPSPEED and "ram_efficient_loading" in context.wished:
+        return str(context.wished["ram_efficient_loading"]).lower() == "true", "as in the file"
     if context.engine is Engine.FSDP2 and context.model is not None and context.model.persistent_buffers:
         return False, f"the model stores {context.model.persistent_buffers} buffers, which FSDP2 can't fill from rank 0"
     if context["method"] == "qlora":

@@ -119,8 +119,8 @@ def is_readable(field: Field, value: Any) -> bool:
     """Whether Accelerate can read a value; a bare no is false, and no choice."""
     if field.kind is Kind.NAMES:
         return bool(value == class_names(value))
-    if field.kind is Kind.INT and isinstance(value, str):  # as the launcher converts it
-        return value.isdecimal()
+    if field.kind is Kind.INT:  # the launcher converts text
+        return str(value).isdecimal()
     return field.accepts(value) and not (field.kind is Kind.CHOICE and value is False)
 
 
