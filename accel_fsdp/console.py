@@ -42,6 +42,11 @@ def answered(question: str, answer: str) -> None:
     messages.print(Text.assemble(("? ", "dim"), (one_line(question), "bold"), " ", (one_line(answer), "cyan")))
 
 
+def clear() -> None:
+    """Clears the terminal, so that the next screen is whole."""
+    messages.clear()
+
+
 def show_yaml(text: str, title: str) -> None:
     from rich.syntax import Syntax  # it loads a lexer, which few commands need
 

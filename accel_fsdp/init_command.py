@@ -1,6 +1,7 @@
 """The command `accel-fsdp init`: the training script, a YAML and a short README in the user's own project."""
 
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -47,7 +48,9 @@ def init(command: InitCommand) -> int:
         atomic_files.write_text(target / name, text)
         console.say(f"written: {target / name}")
     needed = _needed(contents[_yaml(config)], _yaml(config))
-    console.put(f"cd {target} && accelerate launch --config_file {_yaml(config)} {SCRIPT} {needed}--help")
+    console.put(
+        f"cd {shlex.quote(str(target))} && accelerate launch --config_file {_yaml(config)} {SCRIPT} {needed}--help"
+    )
     return 0
 
 

@@ -13,7 +13,7 @@ from accel_fsdp.wizard.answers import Answers
 from accel_fsdp.wizard.convert import Change
 from accel_fsdp.wizard.flags import WizardOptions
 from accel_fsdp.wizard.presets import PRESETS
-from accel_fsdp.wizard.questions import applying
+from accel_fsdp.wizard.questions import applying, is_shown
 
 WRITE, SHOW, QUIT = "write", "show", "quit"
 
@@ -112,11 +112,10 @@ def _review(session: interview.Interview, options: WizardOptions, original: Orig
     """Shows all answers on one screen: Enter on an answer asks it again, the first line writes the file."""
     output = _output(options)
     place = "stdout" if output is None else str(output)
-    shown_lines: tuple[str, ...] = ()
     while True:
         answers = interview.answers(session)
-        if shown_lines != (shown_lines := interview.warnings(session)):
-            _warn(shown_lines)
+        console.clear()
+        _warn(interview.warnings(session))
         text, changes = _text(session, original)
         chosen = prompts.pick(
             f"Write {place}?",
@@ -140,8 +139,9 @@ def _review(session: interview.Interview, options: WizardOptions, original: Orig
 
 
 def _rows(answers: Answers) -> list[tuple[str, str]]:
-    texts = [(question.field, to_yaml.flag_text(getattr(answers, question.field))) for question in applying(answers)]
-    return [(field, f"{field.replace('_', ' '):25} {value}") for field, value in texts]
+    """The questions that the wizard asks, and the other answers that differ from its defaults."""
+    fields = [question.field for question in applying(answers) if is_shown(question, answers)]
+    return [(field, f"{field.replace('_', ' '):25} {to_yaml.flag_text(getattr(answers, field))}") for field in fields]
 
 
 def _show_diff(original: Original, text: str, place: str) -> None:

@@ -58,7 +58,7 @@ class Interview:
         if "model" not in self.given:
             session = replace(self, given={**self.given, "model": PRESET_MODEL}, quiet=True)
         context = session.settled()
-        return [q for q in QUESTIONS if q.applies(context) and q.helps(context) and q.field not in self.given]
+        return [q for q in QUESTIONS if q.is_open(context) and q.field not in self.given]
 
     def _settle(self, question: Question, context: Context) -> Context:
         if not question.applies(context):
