@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Optional
 
 from accel_fsdp.command_line import arg, positional
 from accel_fsdp.config import PLACING
@@ -16,11 +16,11 @@ _known = partial(arg, default=f"from {listed(PLACING, 'or')}, else from the YAML
 class PlaceFlags:
     """Flags for this machine's number and the number of machines, where nothing else gives them."""
 
-    num_machines: Annotated[int | None, _known("Number of machines.", "N")] = None
-    num_processes: Annotated[int | None, _known("Number of processes on all machines.", "N")] = None
-    machine_rank: Annotated[int | None, _known("Rank of this machine, from 0.", "N")] = None
-    main_process_ip: Annotated[str | None, _known("Address of machine 0.", "ADDRESS")] = None
-    main_process_port: Annotated[int | None, _known("Port of machine 0, at which the machines meet.", "PORT")] = None
+    num_machines: Annotated[Optional[int], _known("Number of machines.", "N")] = None
+    num_processes: Annotated[Optional[int], _known("Number of processes on all machines.", "N")] = None
+    machine_rank: Annotated[Optional[int], _known("Rank of this machine, from 0.", "N")] = None
+    main_process_ip: Annotated[Optional[str], _known("Address of machine 0.", "ADDRESS")] = None
+    main_process_port: Annotated[Optional[int], _known("Port of machine 0, at which the machines meet.", "PORT")] = None
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class LaunchCommand(PlaceFlags):
     cpu: Annotated[bool, arg("Run any script on CPU processes (gloo), then show what each rank held.")] = False
     timeout: Annotated[int, arg("How long machines wait for each other before ranks start.", "SECONDS")] = 600
     hang_timeout: Annotated[
-        float | None,
+        Optional[float],
         arg(
             "How long a rank may wait for others in a collective, and a step of train/sft.py may take; then the job "
             "ends, and the last lines say where the ranks were. 0: as the script says.",

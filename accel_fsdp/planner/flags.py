@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Optional
 
 from accel_fsdp.command_line import arg
 from accel_fsdp.config import DTYPES, Method, Precision
@@ -24,16 +24,16 @@ class PlanCommand:
         ),
     ] = ""
     gpus: Annotated[
-        str | None,
+        Optional[str],
         arg(
             "8xH100-80GB; 2x8xA100-40GB: two machines.",
             "NxNAME[-MEMORYGB]",
             hint="(required, unless --compare, or as with --model)",
         ),
     ] = None
-    nodes: Annotated[int | None, arg("Machines of that kind.", "N", default="1")] = None
+    nodes: Annotated[Optional[int], arg("Machines of that kind.", "N", default="1")] = None
     compare: Annotated[
-        str | None,
+        Optional[str],
         arg(
             "In place of --gpus: the best layout on each of these machines, in one table: 8xH100,2x8xA100-40GB.",
             "NxNAME,NxNAME,...",
@@ -41,7 +41,7 @@ class PlanCommand:
     ] = None
     seq_len: SeqLen = None
     batch: Annotated[
-        int | None,
+        Optional[int],
         arg(
             "Micro-batch: sequences per GPU (per_device_train_batch_size).",
             "N",
@@ -49,16 +49,16 @@ class PlanCommand:
         ),
     ] = None
     global_batch: Annotated[
-        int | None,
+        Optional[int],
         arg("Sequences per optimizer step on all GPUs; the best way to it is searched.", "N", default="any"),
     ] = None
     accumulation: Annotated[int, arg("Micro-batches per step (gradient_accumulation_steps).")] = 1
     method: Annotated[Method, arg("What is trained.")] = "full"
     precision: Annotated[
-        Precision | None, arg("Mixed precision.", "{bf16,fp16,no}", default="bf16, or fp16 on GPUs without it")
+        Optional[Precision], arg("Mixed precision.", "{bf16,fp16,no}", default="bf16, or fp16 on GPUs without it")
     ] = None
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None,
+        Optional[Literal["float32", "bfloat16", "float16"]],
         arg("Dtype of the loaded weights.", "{" + ",".join(DTYPES) + "}", default="float32, with LoRA bfloat16"),
     ] = None
     optimizer: Annotated[optimizers.OptimizerName, arg("Trainer's name of the optimizer.")] = "adamw_torch_fused"
@@ -67,11 +67,11 @@ class PlanCommand:
     attention: Annotated[Attention, arg("Attention; flash is flash_attention_2.")] = "sdpa"
     liger: Annotated[bool, arg("Liger's fused kernels (use_liger_kernel), whose loss never holds all logits.")] = False
     host_memory: Annotated[
-        int | None, arg("Memory of one machine, which bounds offload.", "GIB", default="3 times that of its GPUs")
+        Optional[int], arg("Memory of one machine, which bounds offload.", "GIB", default="3 times that of its GPUs")
     ] = None
-    config: Annotated[Path | None, arg("Predict for this Accelerate YAML instead of searching.", "FILE")] = None
+    config: Annotated[Optional[Path], arg("Predict for this Accelerate YAML instead of searching.", "FILE")] = None
     args: Annotated[
-        Path | None,
+        Optional[Path],
         arg(
             "With --config: the script's arguments, a YAML or JSON mapping or a command line. The very job is "
             "predicted, with its steps.",
@@ -81,10 +81,10 @@ class PlanCommand:
     tokens: Annotated[Optional[str], arg("Tokens to train on, such as 500M, 2B, 1.5T: says hours.", "COUNT")] = None
     price: Annotated[Optional[float], arg("Of one GPU for an hour, in any currency.", "MONEY")] = None
     output: Annotated[
-        Path | None,
+        Optional[Path],
         arg("Also write the YAML of what is recommended; where nothing fits, none is written.", "FILE", alias="-o"),
     ] = None
     details: Annotated[bool, arg("All strategies, and what explains the plan.")] = False
     json: Annotated[bool, arg("The plan as JSON.")] = False
-    html: Annotated[Path | None, arg("Also write the plan as one HTML page with figures.", "FILE")] = None
+    html: Annotated[Optional[Path], arg("Also write the plan as one HTML page with figures.", "FILE")] = None
     force: Annotated[bool, arg("Overwrite an existing FILE.")] = False

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Optional
 
 from accel_fsdp.command_line import arg, positional
 
@@ -13,14 +13,14 @@ class RehearseCommand:
 
     file: Annotated[Path, positional("An Accelerate YAML.", "FILE")]
     model: Annotated[
-        str | None,
+        Optional[str],
         arg(
             "The model; its config and tokenizer are read, never its weights.",
             "ID_OR_FOLDER",
             default="what the arguments or the YAML's own comment name",
         ),
     ] = None
-    processes: Annotated[int | None, arg("Ranks on this machine.", "N", default="2; 4 for a mesh")] = None
-    script: Annotated[Path | None, arg("A training script of your own.", "FILE", default="train/sft.py")] = None
+    processes: Annotated[Optional[int], arg("Ranks on this machine.", "N", default="2; 4 for a mesh")] = None
+    script: Annotated[Optional[Path], arg("A training script of your own.", "FILE", default="train/sft.py")] = None
     timeout: Annotated[int, arg("How long a launch may take.", "SECONDS")] = 600
     json: Annotated[bool, arg("The report as JSON.")] = False

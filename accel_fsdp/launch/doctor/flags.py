@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Optional
 
 from accel_fsdp.command_line import arg
 from accel_fsdp.launch import PlaceFlags
@@ -11,7 +11,7 @@ from accel_fsdp.launch import PlaceFlags
 @dataclass(frozen=True)
 class DoctorCommand(PlaceFlags):
     bandwidth: Annotated[
-        Path | None,
+        Optional[Path],
         arg(
             "Start the ranks of this YAML, as accel-fsdp launch does on each of its machines, and measure their links.",
             "FILE",
