@@ -146,10 +146,10 @@ def _comment_lines(value: Any) -> Iterator[str]:
     """All comment lines inside a value, in order."""
     if not hasattr(value, "ca"):
         return
-    opening = value.ca.comment[1] if value.ca.comment else None
+    opening, comments = value.ca.comment[1] if value.ca.comment else None, value.ca.items
     yield from _lines(opening or [])
     for key in value if isinstance(value, dict) else range(len(value)):
-        before = (value.ca.items.get(key) or [None, None])[1] if isinstance(value, dict) else None
+        before = (comments.get(key) or [None, None])[1] if isinstance(value, dict) else None
         yield from _lines(before or [])
         yield from _comment_lines(value[key])
         if not _is_block(value[key]):

@@ -304,9 +304,9 @@ class Conversion:
 
     def _keys(self) -> Iterator[Change]:
         """Renames, changes or removes the keys of the section."""
-        content = self.job.values.get(self.section) if self.section else None
-        raw_names = {full_name(self.section, raw): raw for raw in content or ()}  # written twice: the later one is used
-        for raw in content or ():
+        content: Mapping[str, Any] = (self.job.values.get(self.section) if self.section else None) or {}
+        raw_names = {full_name(self.section, raw): raw for raw in content}  # written twice: the later one is used
+        for raw in content:
             key = full_name(self.section, raw)
             value = content[raw]
             why, breaks = _without_effect(self.engine, self.section, key, value)
@@ -342,7 +342,7 @@ class Conversion:
 
     def _means(self, key: str, value: Any, new: Any) -> bool:
         if key == "fsdp_transformer_layer_cls_to_wrap":
-            return value == new
+            return bool(value == new)
         return str(effective(self.job, self.section, key)).lower() == str(new).lower()
 
     def _named(self, key: str) -> str:

@@ -1,5 +1,6 @@
 """Reads the answers in an Accelerate YAML: the flags that would produce it. Pure."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from accel_fsdp.command_line import parse_command_line
@@ -31,7 +32,7 @@ KEYS = {question.key: question.field for question in QUESTIONS if question.key}
 UNANSWERED = Answers(
     *("", "full", "cpu", 1, "fsdp", 2, 1, DEFAULT_ZERO_STAGE, "no", 0, "TRANSFORMER_BASED_WRAP", (), 100_000_000),
     *(False, False, "SHARDED_STATE_DICT", True, "", 0),
-)  # type: ignore[arg-type]
+)
 """What stands for an answer that a file leaves open."""
 
 
@@ -139,7 +140,7 @@ def _header_flags(text: str, engine: str) -> dict[str, str]:
     return {field: words[flag] for flag, field in fields.items() if flag in words}
 
 
-def to_answers(flags: dict[str, str]) -> Answers:
+def to_answers(flags: Mapping[str, str]) -> Answers:
     """The answers of flags that no question has checked, with `UNANSWERED` for the open ones."""
     values: dict[str, Any] = {**vars(UNANSWERED)}
     for name, text in flags.items():

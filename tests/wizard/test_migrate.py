@@ -212,7 +212,7 @@ num_processes: 8
 ZERO2_COMMENTED = """\
 # top
 
-distributed_type: DEEPSPEED  # kind
+distributed_type: DEEPSPEED # kind
 # before the section
 deepspeed_config:
   # before the strategy
