@@ -86,8 +86,8 @@ def _remove(mapping: Any, key: str) -> None:
     if _is_block(value):
         inside = _lines([comments[2]])[1:] + inside
     column = mapping.lc.col or 0
-    above = [" " * column + line.lstrip() for line in _lines(comments[1] or [])]
-    kept = above + inside + ([] if _is_block(value) else _split(mapping, key)[1])
+    moved = [" " * column + line.lstrip() for line in (*_lines(comments[1] or []), *inside)]
+    kept = moved + ([] if _is_block(value) else _split(mapping, key)[1])
     del mapping[key]
     mapping.ca.items.pop(key, None)
     if not kept or len(names) == 1:
