@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from accel_fsdp import console, command_line
+from accel_fsdp import command_line, console
 from accel_fsdp.config import ReadConfig, header, read_config, yaml_checks, yaml_file
 from accel_fsdp.errors import NotInstalled, UsageError, UserError, versions_of
 from accel_fsdp.linter.flags import Sources
