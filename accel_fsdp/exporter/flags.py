@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Optional
 
-from accel_fsdp.config import DTYPES
 from accel_fsdp.command_line import arg, positional
+from accel_fsdp.config import DTYPES
 
 Verify = Literal["bytes", "load"]
 
@@ -18,9 +18,9 @@ class ExportCommand:
         Path,
         positional("A run's folder, a checkpoint in it, or a file or folder of its weights.", "SRC"),
     ]
-    out: Annotated[
-        Optional[Path], positional("The folder to write.", "OUT", hint="(not with --list or --check)")
-    ] = None
+    out: Annotated[Optional[Path], positional("The folder to write.", "OUT", hint="(not with --list or --check)")] = (
+        None
+    )
     list: Annotated[bool, arg("Show which checkpoints SRC holds, and what they lack.")] = False
     check: Annotated[bool, arg("Verify SRC, a folder that was exported.")] = False
     model: Annotated[
@@ -32,7 +32,7 @@ class ExportCommand:
         ),
     ] = None
     dtype: Annotated[
-        Optional[str],  # tyro would offer None beside the names of a Literal
+        Optional[str],
         arg("Dtype of the weights.", "{" + ",".join(DTYPES) + "}", default="the model's that was trained"),
     ] = None
     max_shard_size: Annotated[str, arg("Largest file, such as 5GB.", "SIZE")] = "50GB"

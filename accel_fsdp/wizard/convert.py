@@ -241,6 +241,7 @@ class Conversion:
         self.engine, self.other = job.engine, engine_of(vars(new))
         self.section, self.place = SECTIONS.get(self.engine, ""), SECTIONS.get(self.other, "")
         self.edits: list[Edit] = []
+        self.first_of_keys = 0
 
     def changes(self) -> list[Change]:
         if self.engine is self.other:
@@ -306,6 +307,7 @@ class Conversion:
         """Renames, changes or removes the keys of the section."""
         content: Mapping[str, Any] = (self.job.values.get(self.section) if self.section else None) or {}
         raw_names = {full_name(self.section, raw): raw for raw in content}  # written twice: the later one is used
+        self.first_of_keys = len(self.edits)
         for raw in content:
             key = full_name(self.section, raw)
             value = content[raw]
@@ -353,7 +355,9 @@ class Conversion:
         return next((name for name in names if (self.place, name) in self.after), key)
 
     def _lost(self, raw: str, change: Change) -> Change:
-        self.edits.append(Edit(self.place or self.section, raw))
+        """Removes a key before others are renamed, one of which may take its name."""
+        self.edits.insert(self.first_of_keys, Edit(self.place or self.section, raw))
+        self.first_of_keys += 1
         return change
 
     def _added(self) -> Iterator[Change]:

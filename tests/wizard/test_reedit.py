@@ -92,7 +92,10 @@ def test_the_diff_names_the_file_that_was_read_and_the_one_that_is_written(
 def test_another_engine_leaves_nothing_of_the_old_one(engine: str, tmp_path: Path) -> None:
     path = tmp_path / "accelerate.yaml"
     path.write_text("# mine\n" + V2 + "  fsdp_ignored_modules: model.head\n")
-    text = re_edited(path, "--engine", engine)
+    refused = accel_fsdp("config", "--yes", "--from", path, "--model", "meta-llama/Llama-3.1-8B", "--engine", engine)
+    assert refused.code == 1
+    assert "can't keep the meaning of fsdp_ignored_modules" in refused.output
+    text = re_edited(path, "--engine", engine, "--force")
     assert "fsdp_config" not in yaml.safe_load(text)
     assert text.startswith("# mine\n")
     assert [finding for finding in linter.lint(path, linter.LintOptions()) if finding.severity != "note"] == []
