@@ -103,6 +103,7 @@ def test_a_bad_answer_is_asked_again(tiny_model: Path, tmp_path: Path) -> None:
     terminal.answer("How many tokens has a sequence?")
     terminal.answer("Which precision?")
     terminal.wait_for("CPU offload")
+    terminal.wait_for("Description")  # the question is drawn, and takes keys
     terminal.child.send(CTRL_C)
     assert terminal.exit_code() == 130
 
