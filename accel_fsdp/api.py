@@ -14,16 +14,15 @@ from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from accel_fsdp import flag_words
+from accel_fsdp import command_line
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 
 if TYPE_CHECKING:
     from accel_fsdp.config import MigrationTarget
     from accel_fsdp.exporter import ExportReport
     from accel_fsdp.linter.rules import Finding
-    from accel_fsdp.migration import Change
     from accel_fsdp.planner import Comparison, PlanCommand, PlanReport
-    from accel_fsdp.wizard import Answers
+    from accel_fsdp.wizard import Answers, Change
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -124,12 +123,12 @@ def migrate(path: File, to: MigrationTarget, *, layer_class: str = "") -> Migrat
     Raises:
         UserError: the file can't be read, or its engine can't be migrated.
     """
-    from accel_fsdp import migration
+    from accel_fsdp import wizard
     from accel_fsdp.config import MigrationTarget
 
     _refuse_value("to", to, MigrationTarget)
-    drawn, _, text = migration.drawn_up(_path("path", path), to, layer_class)
-    return Migrated(text, drawn.changes, drawn.broken)
+    migration = wizard.migrated(_path("path", path), to, layer_class)
+    return Migrated(migration.text, migration.changes, migration.broken)
 
 
 @_checks_keywords
@@ -181,7 +180,7 @@ def to_yaml(answers: Answers | Mapping[str, Any]) -> str:
     names = {
         name: question.field
         for question in wizard.QUESTIONS
-        for name in filter(None, (question.field, flag_words.field_name(question.alias)))
+        for name in filter(None, (question.field, command_line.field_name(question.alias)))
     }
     _refuse_unknown("there is no question", answers, names)
     flags = {names[name]: wizard.to_yaml.flag_text(value) for name, value in answers.items()}

@@ -8,18 +8,16 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from accel_fsdp import atomic_files, console
 from accel_fsdp.checkpoints import completeness, discover, file_names, marker, summary
+from accel_fsdp.command_line import arg, positional
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
-from accel_fsdp.flag_words import arg
 from accel_fsdp.units import counted, gb_or_mb, listed
 
 
 @dataclass(frozen=True)
 class CheckpointsCommand:
-    run: Annotated[tyro.conf.Positional[Path], arg("A run's folder, --output_dir of the training.", "RUN")]
+    run: Annotated[Path, positional("A run's folder, --output_dir of the training.", "RUN")]
     delete: Annotated[str | None, arg("Delete the checkpoints of these steps: 10,20.", "STEPS", hint=" ")] = None
     dry_run: Annotated[bool, arg("Only show what would be deleted.")] = False
     json: Annotated[bool, arg("The table as JSON.")] = False

@@ -1,26 +1,22 @@
 """The command line: parse, call, render, exit code. A command's modules are imported when it is called."""
 
-import dataclasses
 import gc
 import math
 import os
 import shlex
 import signal
 import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from io import TextIOWrapper
-from typing import Annotated, Any, NoReturn, Union
+from typing import Any
 
-import tyro
-
-from accel_fsdp import __version__, flag_words
+from accel_fsdp import __version__, command_line
 from accel_fsdp.errors import NotInstalled, UsageError, did_you_mean, guard, is_installed, to_stdout
 
-NO_SOURCE = {"__module__": "builtins"}
-"""For a class without comments: otherwise tyro parses whole modules for them, a quarter of the time of `--help`."""
 BEFORE_ARGS = {"launch": 2, "script": 3}
 """The number of positional words before the arguments of a script: FILE SCRIPT, and ENGINE before them."""
 
@@ -71,60 +67,30 @@ def call(words: list[str]) -> int:
 
 def _parse(words: list[str]) -> tuple["Command", Any, tuple[str, ...]]:
     own_words, script_args = _split_script_args(words)
+    name, *rest = own_words or ["--help"]
     with to_stdout():  # --help
-        if not own_words or own_words[0] not in COMMANDS:
-            _refuse_command(own_words)
-        command = COMMANDS[own_words[0]]
-        declared = command.flags()
-        notes = flag_words.refuse_wrong(f"accel-fsdp {own_words[0]}", declared, own_words[1:])
-        flags: Any = tyro.cli(
-            declared,
-            prog=f"accel-fsdp {own_words[0]}",
-            description=command.summary,
-            args=own_words[1:],
-            config=(tyro.conf.FlagCreatePairsOff,),
-        )
-    for note in notes:
-        from accel_fsdp import console
-
-        console.say(f"note: {note}", style="yellow")
+        if name in ("-h", "--help"):
+            sys.stdout.write(_overview())
+            raise SystemExit(0)
+        if name not in COMMANDS:
+            raise UsageError(
+                f"unknown command: {name}.{did_you_mean(name, COMMANDS)}",
+                why="nothing was done",
+                fix=f"one of {', '.join(COMMANDS)}; accel-fsdp --help says what each does",
+            )
+        command = COMMANDS[name]
+        flags = command_line.parse(f"accel-fsdp {name}", command.flags(), rest, command.summary)
     return command, flags, script_args
 
 
-def _refuse_command(words: list[str]) -> NoReturn:
-    """Shows the commands, or refuses an unknown one.
-
-    Raises:
-        UsageError: the command is unknown. SystemExit: no command was named, or help was asked for.
-    """
-    first = words[0] if words else ""
-    if not first or first in flag_words.HELP or first.startswith("--tyro-"):
-        _show_commands(words)
-    raise UsageError(
-        f"unknown command: {first}.{did_you_mean(first, COMMANDS)}",
-        why="nothing was done",
-        fix=f"one of {', '.join(COMMANDS)}; accel-fsdp --help says what each does",
-    )
-
-
-def _show_commands(words: list[str]) -> None:
-    commands = tuple(
-        Annotated[Any, tyro.conf.subcommand(name, constructor=_without_flags(name, command.summary))]
-        for name, command in COMMANDS.items()
-    )
-    one_of_them: Any = Annotated[Union.__getitem__(commands), tyro.conf.arg(name="")]
-    tyro.cli(
-        dataclasses.make_dataclass("Words", [("command", one_of_them)], namespace=NO_SOURCE),
-        prog="accel-fsdp",
-        description=f"accel-fsdp {__version__}: from a model and GPUs to a trained, exported model with FSDP. "
-        "accel-fsdp --version prints the version.",
-        args=words,
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
-
-
-def _without_flags(name: str, summary: str) -> type:
-    return dataclasses.make_dataclass(name, [], namespace=NO_SOURCE | {"__doc__": summary})
+def _overview() -> str:
+    lines = [
+        "usage: accel-fsdp COMMAND [-h] ...\n",
+        "From a model and GPUs to a trained, exported model with FSDP.\n",
+    ]
+    for name, command in COMMANDS.items():
+        lines += textwrap.wrap(command.summary, 79, initial_indent=f"  {name:13}", subsequent_indent=" " * 15)
+    return "\n".join(lines) + "\n"
 
 
 def _config(options: Any) -> int:
@@ -181,18 +147,18 @@ def _split_script_args(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
         return words[: words.index("--")], tuple(words[words.index("--") + 1 :])
     if not words or words[0] not in BEFORE_ARGS:
         return words, ()
-    declared = flag_words.flags_of(COMMANDS[words[0]].flags())
-    with_value = {flag_words.field_name(name) for name, flag in declared.items() if not flag.is_switch}
+    flags = command_line.flags_of(COMMANDS[words[0]].flags())
+    with_value = {name for name, flag in flags.items() if not flag.is_switch}
     end, left, is_value = 1, BEFORE_ARGS[words[0]], False
     while end < len(words) and left:
         word = words[end]
         if not (is_value or word.startswith("-")):
             left -= 1
-        is_value = flag_words.is_flag(word) and flag_words.field_name(word) in with_value
+        is_value = word.replace("_", "-") in with_value
         end += 1
     script_args = tuple(words[end:])
     own_flags = {"--dry-run", "--no-check", "--cpu"} & set(script_args)
-    if words[0] == "launch" and own_flags:  # tyro's usage line puts flags last
+    if words[0] == "launch" and own_flags:
         raise UsageError(
             f"{min(own_flags)} after SCRIPT would be the script's",
             why="the job would really start" if "--dry-run" in own_flags else "the file would be checked",
@@ -311,8 +277,8 @@ COMMANDS = {
     ),
     "migrate": Command(
         "Rewrite an Accelerate YAML for another engine, in place or with -o, and say what becomes of each key.",
-        "accel_fsdp.migration:MigrateCommand",
-        "accel_fsdp.migration:migrate",
+        "accel_fsdp.wizard:MigrateCommand",
+        "accel_fsdp.wizard:migrate",
     ),
     "launch": Command(
         "Lint the YAML, then run the script with it: accel-fsdp launch [flags] FILE SCRIPT [script arguments].",
@@ -361,12 +327,6 @@ COMMANDS = {
         "Show what this machine has and what is wrong with it; with --bandwidth FILE, measure the links of a job.",
         "accel_fsdp.launch.doctor:DoctorCommand",
         _doctor,
-        outcome="",
-    ),
-    "docs": Command(
-        "Show a page of this version's documentation, or list them: accel-fsdp docs [TOPIC].",
-        "accel_fsdp.docs_command:DocsCommand",
-        "accel_fsdp.docs_command:show",
         outcome="",
     ),
 }

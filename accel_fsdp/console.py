@@ -42,6 +42,11 @@ def answered(question: str, answer: str) -> None:
     messages.print(Text.assemble(("? ", "dim"), (one_line(question), "bold"), " ", (one_line(answer), "cyan")))
 
 
+def clear() -> None:
+    """Clears the terminal, so that the next screen is whole."""
+    messages.clear()
+
+
 def show_yaml(text: str, title: str) -> None:
     from rich.syntax import Syntax  # it loads a lexer, which few commands need
 
@@ -56,16 +61,6 @@ def show_yaml(text: str, title: str) -> None:
 def put(text: str, style: str = "", wrap: bool = False, lines: bool = False) -> None:
     """Prints data for a pipe: `text` and a newline, with the options of `say`; the style shows in terminals only."""
     _print(data, printable(text) if lines else one_line(text), style, wrap)
-
-
-def show_markdown(text: str) -> None:
-    """Prints a page of this package: laid out in a terminal, else the text itself."""
-    if data.is_terminal:
-        from rich.markdown import Markdown  # it loads a lexer, which few commands need
-
-        data.print(Markdown(text, hyperlinks=False))
-    else:
-        put(text.rstrip("\n"), lines=True)
 
 
 def _print(console: Console, text: str, style: str, wrap: bool) -> None:

@@ -1,16 +1,15 @@
 """The command `accel-fsdp init`: the training script, a YAML and a short README in the user's own project."""
 
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from accel_fsdp import atomic_files, console, shipped
+from accel_fsdp.command_line import arg, positional
 from accel_fsdp.config import SCRIPT, THIS_FILE, script_arguments
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
-from accel_fsdp.flag_words import arg
 
 CONFIG = "fsdp2"
 CHOSEN = (
@@ -24,7 +23,7 @@ SCHEMA = "accelerate_configs/schema.json"
 
 @dataclass(frozen=True)
 class InitCommand:
-    folder: Annotated[tyro.conf.Positional[Path], arg("The project; made if need be.", "DIR")]
+    folder: Annotated[Path, positional("The project; made if need be.", "DIR")]
     config: Annotated[str, arg("Which of the ready-made YAMLs: fsdp2, fsdp2_lora, zero3, ddp, ...", "NAME")] = CONFIG
     native: Annotated[bool, arg("Also native.py, the same job in plain PyTorch.")] = False
 
@@ -49,7 +48,9 @@ def init(command: InitCommand) -> int:
         atomic_files.write_text(target / name, text)
         console.say(f"written: {target / name}")
     needed = _needed(contents[_yaml(config)], _yaml(config))
-    console.put(f"cd {target} && accelerate launch --config_file {_yaml(config)} {SCRIPT} {needed}--help")
+    console.put(
+        f"cd {shlex.quote(str(target))} && accelerate launch --config_file {_yaml(config)} {SCRIPT} {needed}--help"
+    )
     return 0
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from accel_fsdp import (
-    flag_words,
+    command_line,
     linter,  # noqa: F401 (rules register)
 )
 from accel_fsdp.linter.rules import ScriptFacts, Subject
@@ -35,7 +35,7 @@ SHARD = "  parallelism_config_dp_shard_size: {}\n"
 
 def subject(text: str, args: str = "", **more: Any) -> Subject:
     """What the rules see of a YAML text and a command line; no libraries' versions unless they are given."""
-    given = flag_words.parse_command_line(args.split()) if args else None
+    given = command_line.parse_command_line(args.split()) if args else None
     return Subject(yaml.safe_load(text), source=text, args=given, **more)
 
 

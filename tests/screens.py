@@ -15,10 +15,9 @@ FLAGS = ["--model", "meta-llama/Llama-3.1-8B", "--gpus", "8xH100-80GB", "-o", "f
 ENTER = "\r"
 COMMAND = "accel-fsdp config " + " ".join(FLAGS)
 ASKED = (
-    *("What do you train?", "How many machines?", "How many tokens has a sequence?", "Which engine?", "Which FSDP?"),
-    *("Which sharding strategy?", "Which precision?", "over all machines)?", "How are FSDP units made?"),
-    *("Which transformer layer class?", "(CPU offload)?", "(activation checkpointing)?", "(micro-batch)?"),
-    *("How are checkpoints written?", "(RAM-efficient loading)?", "Write fsdp.yaml?"),
+    *("What do you train?", "How many machines?", "How many tokens has a sequence?", "Which engine?"),
+    *("Which sharding strategy?", "Which precision?", "(CPU offload)?", "(activation checkpointing)?"),
+    *("(micro-batch)?", "How are checkpoints written?", "Write fsdp.yaml?"),
 )
 PICTURES = {
     "80 columns: the strategies, and the memory that each needs": (80, 24, "Which sharding strategy?"),

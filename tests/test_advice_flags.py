@@ -30,14 +30,14 @@ PROGRAM = re.compile(
 )
 """What a fix names before a flag: the flag is that program's. `check --fix FILE` is the linter's own short form."""
 PRINTED_BY = {
-    " ".join(COMMANDS): "flag_words",
+    " ".join(COMMANDS): "command_line",
     "config": "wizard/validation wizard/interview wizard/command",
     "config plan": "hardware/",
     "plan": "planner/ prediction/ job/",
     "checkpoints": "checkpoints_command",
     "convert": "conversion/",
     "check": "linter/ checkpoints/summary",
-    "migrate": "migration/",
+    "migrate": "wizard/migration wizard/convert",
     "script": "launch/script/",
     "doctor": "launch/doctor/",
     "launch": "launch/",

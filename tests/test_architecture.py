@@ -25,7 +25,7 @@ PACKAGE = ROOT / "accel_fsdp"
 FLOORS = [  # a room imports rooms of lower floors, which are the lines above it, never one of its own floor
     {"helpers"},
     {"checkpoints", "config", "hardware"},
-    {"migration", "models"},
+    {"models"},
     {"exporter", "job"},
     {"linter", "prediction", "conversion", "ranks"},
     {"launch", "wizard"},
@@ -39,7 +39,7 @@ INSIDE = [  # of a room with rooms inside, these import those of the lines above
     {"prediction.tracing", "launch.script", "launch.doctor", "training"},
 ]
 ROOMS = set().union(*FLOORS, *INSIDE)
-COMMANDS = {"cli", "__main__", "api", "init_command", "checkpoints_command", "docs_command"}
+COMMANDS = {"cli", "__main__", "api", "init_command", "checkpoints_command"}
 """The modules at the top that stand above all rooms; the others there are helpers of all."""
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "peft"}
 MAY_PRINT = {
@@ -221,7 +221,7 @@ def test_a_face_offers_what_it_names(room: str) -> None:
     assert [name for name in face.__all__ if not hasattr(face, name)] == []
 
 
-PURE = ["config", "hardware", "prediction", "prediction.memory", "linter.rules", "migration", "wizard"]
+PURE = ["config", "hardware", "prediction", "prediction.memory", "linter.rules", "wizard"]
 
 
 JUDGED = ("completeness", "dcp", "discover", "marker", "resumed_pickles", "safetensors_header", "store", "summary")

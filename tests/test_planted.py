@@ -10,7 +10,7 @@ from conftest import ROOT, Finished, ended, start
 from safetensors.torch import load_file
 
 CONFIGS = ROOT / "accelerate_configs"
-LIBRARIES = ("accel_fsdp", "torch", "transformers", "accelerate", "datasets", "numpy", "yaml", "safetensors", "tyro")
+LIBRARIES = ("accel_fsdp", "torch", "transformers", "accelerate", "datasets", "numpy", "yaml", "safetensors")
 PYTHONS = ("re", "json", "queue", "select", "socket", "struct", "random", "logging", "signal", "tempfile", "typing")
 PLANTED = "open({proof!r}, 'a').write(__name__ + ' ')\nraise SystemExit('a planted module runs')\n"
 CONSOLE = "import sys\nfrom accel_fsdp.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n"

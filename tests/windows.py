@@ -20,10 +20,9 @@ import numpy
 import questionary
 import rich.console
 import ruamel.yaml
-import tyro
 import xxhash
 
-LOADED = (filelock, huggingface_hub, numpy, questionary, rich, ruamel, tyro, xxhash, multiprocessing, tempfile)
+LOADED = (filelock, huggingface_hub, numpy, questionary, rich, ruamel, xxhash, multiprocessing, tempfile)
 MODULES = ("fcntl", "grp", "pty", "pwd", "resource", "termios", "tty")
 FLAGS = ("O_APPEND", "O_CREAT", "O_EXCL", "O_RDONLY", "O_RDWR", "O_TRUNC", "O_WRONLY")
 """The flags of os.open that Windows has."""

@@ -21,14 +21,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import tyro
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.checkpoint import state_dict as states
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler
-from transformers import DataCollatorForSeq2Seq
+from transformers import DataCollatorForSeq2Seq, HfArgumentParser
 from transformers.initialization import no_init_weights
 
 from accel_fsdp import atomic_files, console, cpu, models
@@ -278,7 +277,7 @@ def say(line: str) -> None:
 
 # The whole job
 def main() -> None:
-    started, job = time.perf_counter(), tyro.cli(Job)
+    started, job = time.perf_counter(), HfArgumentParser(Job).parse_args_into_dataclasses()[0]
     device, checkpoint = start(job), checkpoint_of(job)
     tokenizer = models.read_tokenizer(job.model_name_or_path)
     loader, model = loader_of(job, tokenizer), load_model(job)

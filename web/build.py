@@ -27,10 +27,7 @@ HERE = Path(__file__).parent
 PACKAGE = HERE.parent / "accel_fsdp"
 FETCHED = ("pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
 RUNTIME = ("pyodide.mjs", "pyodide.asm.mjs", *FETCHED)
-LIBRARIES = (
-    *("rich", "ruamel.yaml", "PyYAML", "tyro", "docstring_parser", "typing_extensions", "lazy-loader", "packaging"),
-    "typeguard",
-)
+LIBRARIES = (*("rich", "ruamel.yaml", "PyYAML", "lazy-loader", "packaging"),)
 """What planning imports. PyYAML does without its compiled half."""
 SCRIPTS = ("page.js", "worker.js")
 MAIN = ("model", "gpus", "seq-len", "method")

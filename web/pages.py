@@ -1,7 +1,7 @@
 """Builds the pages of docs/ as a site beside the planner.
 
 MkDocs with the theme Material makes it, and refuses a link or an anchor that leads nowhere. The pages are copied first:
-what they link to outside of docs/ comes along, and links are changed to it. GitHub and `accel-fsdp docs` show the
+what they link to outside of docs/ comes along, and links are changed to it. GitHub shows the
 originals.
 """
 

@@ -1,12 +1,13 @@
 from . import header as header
 from . import schema as schema
 from . import yaml_checks as yaml_checks
-from . import yaml_edit as yaml_edit
 from . import yaml_file as yaml_file
 from .cluster_engines import CLUSTER_ENGINES as CLUSTER_ENGINES
 from .cluster_engines import PLACING as PLACING
 from .cluster_engines import ClusterWord as ClusterWord
 from .cluster_engines import engines_taking as engines_taking
+from .edits import Edit as Edit
+from .edits import apply as apply
 from .header import COMMAND as COMMAND
 from .header import SCRIPT as SCRIPT
 from .header import THIS_FILE as THIS_FILE
@@ -18,11 +19,9 @@ from .job_config import JobConfig as JobConfig
 from .native import EXPERT_FIELD as EXPERT_FIELD
 from .native import EXPERT_FLAG as EXPERT_FLAG
 from .native import NATIVE_AXES as NATIVE_AXES
-from .native import NATIVE_DEFAULTS as NATIVE_DEFAULTS
 from .native import NATIVE_SIZES as NATIVE_SIZES
 from .native import ROW_AXES as ROW_AXES
 from .native import expert_refusal as expert_refusal
-from .native import is_native as is_native
 from .native import mesh_fits as mesh_fits
 from .native import row_axis as row_axis
 from .native import row_refusal as row_refusal
@@ -77,8 +76,6 @@ from .vocabulary import StateDictType as StateDictType
 from .vocabulary import WrapPolicy as WrapPolicy
 from .vocabulary import deepspeed_name as deepspeed_name
 from .vocabulary import zero_name as zero_name
-from .yaml_edit import Edit as Edit
-from .yaml_edit import apply as apply
 from .yaml_file import ReadConfig as ReadConfig
 from .yaml_file import dump as dump
 from .yaml_file import read_config as read_config

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import re
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +15,8 @@ HEADER = "# Made by accel-fsdp"
 """The beginning of this tool's comments."""
 MADE_HERE = f"#   {COMMAND}"
 LAUNCH = "# Launch:"
+TITLE = re.compile(r"# (.+ training, .+|Migrated from .+)\.$", re.MULTILINE)
+"""The first line of this tool's comments."""
 THIS_FILE = "THIS_FILE"
 """The name of the file itself in its launch command."""
 SCRIPT = "train/sft.py"
@@ -64,9 +67,10 @@ def with_header(text: str, lines: list[str]) -> str:
     place = _made_here(old)
     if place is None:
         return text
+    first = place - 2 if place > 1 and TITLE.match(old[place - 2]) else max(place - 1, 0)
     says_launch = old[place + 1 : place + 2] == [f"{LAUNCH}\n"]
     end = place + 3 if says_launch else place + 1
-    return "".join([*old[: max(place - 2, 0)], *(line + "\n" for line in lines), *old[end:]])
+    return "".join([*old[:first], *(line + "\n" for line in lines), *old[end:]])
 
 
 def sft_line(text: str) -> str:
@@ -113,7 +117,7 @@ def retitle(text: str, title: str) -> str:
     """Replaces the title in our header; other files stay unchanged."""
     old = text.splitlines(keepends=True)
     place = _made_here(old)
-    if place is None or place < 2:
+    if place is None or place < 2 or not TITLE.match(old[place - 2]):
         return text
     return "".join([*old[: place - 2], f"# {title}\n", *old[place - 1 :]])
 

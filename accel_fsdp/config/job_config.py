@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from accel_fsdp.config.native import NATIVE_DEFAULTS
 from accel_fsdp.config.schema import AXES, BY_NAME, TRUE_WORDS, full_name, size_key
 from accel_fsdp.config.vocabulary import (
     DDP_TYPES,
@@ -31,7 +30,7 @@ OTHER_TOOLS = {
         "model_name_or_path", "dataset_name", "output_dir", "learning_rate", "num_train_epochs", "max_steps",
         "per_device_train_batch_size", "gradient_accumulation_steps",
     },
-    "transformers' DistributedConfig": {*NATIVE_DEFAULTS},
+    "transformers' DistributedConfig": {"fsdp_size", "tp_size", "ep_size", "fsdp_mixed_precision", "fsdp_cpu_offload"},
 }  # fmt: skip
 """Other tools with YAML settings, often with an `fsdp_config`, and the top-level keys that identify each."""
 
@@ -183,6 +182,7 @@ class JobConfig:
     def number(self, key: str) -> int:
         """A top-level integer; 0 if it isn't one."""
         value = self.top(key)
+        value = int(value) if isinstance(value, str) and value.isdecimal() else value
         return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
     @property

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from math import gcd, prod
-from typing import Any
 
 from accel_fsdp.config.schema import OTHER_AXES
 from accel_fsdp.config.vocabulary import Engine
@@ -13,20 +12,9 @@ NATIVE_SIZES = (*NATIVE_AXES, "ep_size")
 """All sizes that training takes; experts are spread over the ranks of fsdp and tp."""
 ROW_AXES = tuple(axis for axis in OTHER_AXES if axis not in NATIVE_AXES.values())
 """The axes that `DistributedConfig` lacks: their ranks divide the tokens of a row."""
-NATIVE_DEFAULTS: Mapping[str, Any] = {
-    **dict.fromkeys((*NATIVE_SIZES, "pp_size", "tp_plan", "ep_plan", "fsdp_plan")),
-    **dict.fromkeys(("fsdp_cpu_offload", "fsdp_mixed_precision", "enable_sequence_parallel"), False),
-    "enable_expert_parallel": False,
-    "ep_implementation": "auto",
-}
 EXPERT_FIELD = "expert_parallel_size"
 EXPERT_FLAG = f"--{EXPERT_FIELD}"
 """The flag of `train/sft.py` for experts, which Accelerate has no key for."""
-
-
-def is_native(values: Mapping[str, Any]) -> bool:
-    """Whether a mapping holds the fields of a `DistributedConfig`."""
-    return bool(values.keys() & {*NATIVE_SIZES, "fsdp_mixed_precision", "fsdp_cpu_offload", "tp_plan"})
 
 
 def mesh_fits(sizes: Mapping[str, int], ranks: int) -> bool:

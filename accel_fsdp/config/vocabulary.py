@@ -63,8 +63,8 @@ ENGINE_NAMES: Mapping[Engine, EngineName] = {
     **{engine: name for name, engine in OTHER_ENGINES.items()},
     **dict.fromkeys(FSDP_VERSIONS.values(), "fsdp"),
 }
-MigrationTarget = Literal["fsdp1", "fsdp2", "zero1", "zero2", "zero3", "native"]
-"""Values of `migrate --to`: one of FSDP, a stage of ZeRO, or the JSON of transformers' `DistributedConfig`."""
+MigrationTarget = Literal["fsdp1", "fsdp2", "zero1", "zero2", "zero3"]
+"""Values of `migrate --to`: a version of FSDP, or a stage of ZeRO."""
 WrapPolicy = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 StateDictType = Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
 Precision = Literal["bf16", "fp16", "no"]
@@ -120,4 +120,4 @@ TARGETS: Mapping[MigrationTarget, str] = {
     "zero2": deepspeed_name(2),
     "zero3": deepspeed_name(3),
 }
-"""Values of `migrate --to` that stay an Accelerate YAML, and their labels."""
+"""Values of `migrate --to`, and their labels."""

@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 STDIN = "-"
 """The name under which a command reads its standard input."""
-DEEPEST = 100
 LARGEST = MIB
 """Bytes of a YAML; ruamel.yaml needs a minute for ten times as many."""
 
@@ -61,16 +59,6 @@ def as_scalar(value: Any) -> Any:
 def _json_indent(text: str) -> int | None:
     lines = text.strip().splitlines()
     return len(lines[1]) - len(lines[1].lstrip(" ")) if len(lines) > 1 else None
-
-
-def reads_as(text: str, document: Any) -> bool:
-    """Whether a text parses to the values of a document, as YAML 1.2."""
-    from ruamel.yaml.error import YAMLError
-
-    try:
-        return bool(_round_trip().load(text) == _round_trip().load(text_of(document)))
-    except (YAMLError, ValueError):
-        return False
 
 
 def indent_of(text: str) -> int:
@@ -142,25 +130,9 @@ def _text(path: Path) -> str:
         fix="give the YAML that accelerate launch --config_file takes, or make one: accel-fsdp config -o FILE",
         usual="an Accelerate YAML has a few dozen lines",
     )
-    if _depth(text) > DEEPEST:
-        raise UsageError(
-            f"{path} is nested more than {DEEPEST} levels deep",
-            why="an Accelerate YAML has two levels, and a parser takes minutes for thousands",
-            fix="give the YAML that accelerate launch --config_file takes",
-        )
     yaml_checks.check_printable(text, path)
     yaml_checks.check_text(text, path)
     return text
-
-
-def _depth(text: str) -> int:
-    """An upper bound of a text's nesting: by brackets, by indentation, and by dashes on one line."""
-    deepest = open_brackets = 0
-    for bracket in re.findall(r"[\[\]{}]", text):
-        open_brackets = open_brackets + 1 if bracket in "[{" else max(open_brackets - 1, 0)
-        deepest = max(deepest, open_brackets)
-    indents: list[str] = re.findall(r"^(?: |[-?] )+", text, flags=re.MULTILINE)
-    return max([deepest, *(start.count(" ") // 2 for start in indents)])
 
 
 def doubled_keys(text: str) -> dict[str, list[Place]]:
@@ -201,10 +173,9 @@ def load(path: Path, doubled: bool = False) -> Any:
             why="Accelerate takes the last one silently, and other readers refuse the file",
             fix="remove all but one",
         ) from error
-    except (YAMLError, RecursionError, *yaml_checks.NO_VALUE) as error:
-        if not isinstance(error, YAMLError | RecursionError):
-            parser = _round_trip()
-            yaml_checks.refuse_scalar(path, parser.compose(text), parser.constructor.construct_object)
+    except yaml_checks.NO_VALUE as error:
+        raise yaml_checks.no_value(path, error) from error
+    except (YAMLError, RecursionError) as error:
         mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
         location = ":".join(map(str, (path, *_place(mark)))) if mark else str(path)
         problem = getattr(error, "problem", None) or getattr(error, "reason", "not YAML")

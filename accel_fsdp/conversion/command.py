@@ -6,8 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
-
 from accel_fsdp import atomic_files, console, disks, untrusted_files
 from accel_fsdp.checkpoints import (
     CheckpointLocation,
@@ -20,12 +18,12 @@ from accel_fsdp.checkpoints import (
     resumed_pickles,
     same_bytes,
 )
+from accel_fsdp.command_line import arg, positional
 from accel_fsdp.config import ANY_FSDP, MigrationTarget, zero_name
 from accel_fsdp.conversion import fsdp_files, training_state, zero_files
 from accel_fsdp.conversion.training_state import TrainingState
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.exporter import companion_files, refusals, transformers_probe
-from accel_fsdp.flag_words import arg
 from accel_fsdp.models import first_line
 from accel_fsdp.units import counted, gb_or_mb
 
@@ -40,8 +38,8 @@ ENGINES_OWN = (
 class ConvertCommand:
     """The whole command."""
 
-    src: Annotated[tyro.conf.Positional[Path], arg("A checkpoint, or a run's folder: its newest complete one.", "SRC")]
-    out: Annotated[tyro.conf.Positional[Path], arg("The folder to write, such as NEW_RUN/checkpoint-40.", "OUT")]
+    src: Annotated[Path, positional("A checkpoint, or a run's folder: its newest complete one.", "SRC")]
+    out: Annotated[Path, positional("The folder to write, such as NEW_RUN/checkpoint-40.", "OUT")]
     to: Annotated[MigrationTarget, arg("The engine that will resume it; fsdp1, fsdp2 and native share their files.")]
     ranks: Annotated[
         int | None, arg("The number of ranks that will resume it, for zero1 to zero3.", "N", default="SRC's")

@@ -4,10 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Optional
 
-import tyro
-
+from accel_fsdp.command_line import arg, positional
 from accel_fsdp.config import DTYPES
-from accel_fsdp.flag_words import arg
 
 Verify = Literal["bytes", "load"]
 
@@ -17,12 +15,12 @@ class ExportCommand:
     """The flags that the command and the API share."""
 
     src: Annotated[
-        tyro.conf.Positional[Path],
-        arg("A run's folder, a checkpoint in it, or a file or folder of its weights.", "SRC"),
+        Path,
+        positional("A run's folder, a checkpoint in it, or a file or folder of its weights.", "SRC"),
     ]
-    out: Annotated[
-        tyro.conf.Positional[Optional[Path]], arg("The folder to write.", "OUT", hint="(not with --list or --check)")
-    ] = None
+    out: Annotated[Optional[Path], positional("The folder to write.", "OUT", hint="(not with --list or --check)")] = (
+        None
+    )
     list: Annotated[bool, arg("Show which checkpoints SRC holds, and what they lack.")] = False
     check: Annotated[bool, arg("Verify SRC, a folder that was exported.")] = False
     model: Annotated[
@@ -34,7 +32,7 @@ class ExportCommand:
         ),
     ] = None
     dtype: Annotated[
-        Optional[str],  # tyro would offer None beside the names of a Literal
+        Optional[str],
         arg("Dtype of the weights.", "{" + ",".join(DTYPES) + "}", default="the model's that was trained"),
     ] = None
     max_shard_size: Annotated[str, arg("Largest file, such as 5GB.", "SIZE")] = "50GB"

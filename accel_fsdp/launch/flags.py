@@ -5,10 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Optional
 
-import tyro
-
+from accel_fsdp.command_line import arg, positional
 from accel_fsdp.config import PLACING
-from accel_fsdp.flag_words import arg
 from accel_fsdp.units import listed
 
 _known = partial(arg, default=f"from {listed(PLACING, 'or')}, else from the YAML")
@@ -29,8 +27,8 @@ class PlaceFlags:
 class LaunchCommand(PlaceFlags):
     """The flags before the script; the script's own arguments follow it."""
 
-    file: Annotated[tyro.conf.Positional[Path], arg("An Accelerate YAML.", "FILE")]
-    script: Annotated[tyro.conf.Positional[Path], arg("The training script, for example train/sft.py.", "SCRIPT")]
+    file: Annotated[Path, positional("An Accelerate YAML.", "FILE")]
+    script: Annotated[Path, positional("The training script, for example train/sft.py.", "SCRIPT")]
     dry_run: Annotated[bool, arg("Print the command and the environment of the ranks, and start nothing.")] = False
     cpu: Annotated[bool, arg("Run any script on CPU processes (gloo), then show what each rank held.")] = False
     timeout: Annotated[int, arg("How long machines wait for each other before ranks start.", "SECONDS")] = 600

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from accel_fsdp import console, flag_words
+from accel_fsdp import command_line, console
 from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.units import counted
@@ -79,7 +79,7 @@ def settle(place: Place, flags: Mapping[str, Any], values: Mapping[str, Any], fi
         UserError: a flag or the YAML contradicts the engine, or the rank of this machine among several is unknown.
     """
     by_flag = {
-        name: SourcedValue(value, flag_words.flag_of(name)) for name, value in flags.items() if value is not None
+        name: SourcedValue(value, command_line.flag_of(name)) for name, value in flags.items() if value is not None
     }
     in_file = {name: value for name in FLAGS if (value := _value_in_file(name, values.get(name), file)) is not None}
     if JobConfig(values).is_alone:
@@ -125,7 +125,7 @@ def _compare_with_file(place: Place, name: str, stated: SourcedValue, in_file: S
             )
     elif not stated.source.startswith("--"):
         _refuse_contradiction(
-            place, name, in_file, f"{name}: {stated.value} in the YAML, or {flag_words.flag_of(name)} {stated.value}"
+            place, name, in_file, f"{name}: {stated.value} in the YAML, or {command_line.flag_of(name)} {stated.value}"
         )
 
 

@@ -4,9 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Optional
 
-import tyro
-
-from accel_fsdp.flag_words import arg
+from accel_fsdp.command_line import arg, positional
 
 Format = Literal["text", "json", "github", "sarif"]
 
@@ -42,8 +40,8 @@ class LintOptions(Sources):
 @dataclass(frozen=True)
 class CheckCommand(LintOptions):
     files: Annotated[
-        tyro.conf.Positional[tuple[Path, ...]],
-        arg("Accelerate YAMLs, or folders of them; - for stdin.", "FILE", hint="(one or more)"),
+        tuple[Path, ...],
+        positional("Accelerate YAMLs, or folders of them; - for stdin.", "FILE", hint="(one or more)"),
     ] = ()
     stdin_filename: Annotated[
         Optional[Path], arg("The name to show for what is read from stdin, such as an editor's unsaved text.", "FILE")

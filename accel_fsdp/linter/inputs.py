@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from accel_fsdp import console, flag_words
+from accel_fsdp import command_line, console
 from accel_fsdp.config import ReadConfig, header, read_config, yaml_checks, yaml_file
 from accel_fsdp.errors import NotInstalled, UsageError, UserError, versions_of
 from accel_fsdp.linter.flags import Sources
@@ -38,7 +38,7 @@ def read_launch(script: Path, words: tuple[str, ...], values: Mapping[str, Any] 
     A script that isn't valid Python is left out, because the launcher reports it. The model is read only if
     transformers divides it under the YAML's `values`, because that takes seconds.
     """
-    args = flag_words.parse_command_line(words)
+    args = command_line.parse_command_line(words)
     subject = Subject(values, args=args, starter="accelerate", uses_sft=_uses_sft(script))
     if subject.uses_sft:
         return replace(subject, model=_model_here(args)) if subject.by_transformers else subject
@@ -57,7 +57,7 @@ def completed(file: Path, source: str, script: Path, words: tuple[str, ...]) -> 
         return words
     console.say(from_header(file, bool(words)))
     own = tuple(str(file) if word == header.THIS_FILE else word for word in arguments)
-    return flag_words.with_defaults(words, own)
+    return command_line.with_defaults(words, own)
 
 
 def from_header(file: Path, changed: bool) -> str:
@@ -94,7 +94,7 @@ def _with_command(given: Subject, words: list[str], args: dict[str, Any] | None)
         model=given.model or _model_here(args or {}),
         args=args,
         starter=launcher_of(words),
-        launcher=flag_words.parse_command_line(before) if launcher_of(words) == "accelerate" else {},
+        launcher=command_line.parse_command_line(before) if launcher_of(words) == "accelerate" else {},
         uses_sft=_uses_sft(Path(script)),
         names_script=bool(script),
     )
@@ -143,7 +143,7 @@ def read_subject(
     is_own = (given.script or given.names_script) and not given.uses_sft
     if completes and not is_own and (line := header.sft_line(job.source)):
         words = command_words(line)
-        in_header = flag_words.parse_command_line(_around_script(words)[2])
+        in_header = command_line.parse_command_line(_around_script(words)[2])
         given = _with_command(given, words, {**in_header, **(given.args or {})})
     subject = replace(
         given,
@@ -214,4 +214,4 @@ def _arguments(path: Path, text: str) -> dict[str, Any]:
         raise UsageError(
             f"cannot read {path}: neither a mapping nor a command line", why=NO_ARGUMENTS, fix=GIVE_ARGUMENTS
         )
-    return flag_words.parse_command_line(_around_script(words)[2])
+    return command_line.parse_command_line(_around_script(words)[2])

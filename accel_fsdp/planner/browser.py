@@ -6,15 +6,12 @@ The page's inputs, and the parameters of a link, are the flags of `accel-fsdp pl
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass
 from html import escape
-from typing import Any, get_args, get_type_hints
 
-import tyro
-
-from accel_fsdp import flag_words
+from accel_fsdp import command_line
+from accel_fsdp.command_line import Flag
 from accel_fsdp.errors import NotInstalled, UsageError, UserError
-from accel_fsdp.flag_words import Flag
 from accel_fsdp.hardware import gpus
 from accel_fsdp.models import catalogue, first_line
 from accel_fsdp.planner import html_report
@@ -68,25 +65,20 @@ class Input:
 
 def form() -> list[Input]:
     """The fields of the page's form, in their order."""
-    hints = get_type_hints(PlanCommand, include_extras=True)
-    defaults = {option.name: option.default for option in fields(PlanCommand)}
-    return [
-        _input(flag, LABELS[field], get_args(hints[field])[1], defaults[field])
-        for field, flag in zip(LABELS, _flags().values(), strict=True)
-    ]
+    return [_input(flag, LABELS[field]) for field, flag in zip(LABELS, _flags().values(), strict=True)]
 
 
-def _input(flag: Flag, label: str, note: Any, default: Any) -> Input:
+def _input(flag: Flag, label: str) -> Input:
     choices = tuple(choice for choice in flag.choices if choice not in RECORDED_LATER)
-    initial = "" if default in (None, MISSING, False) else str(default)
-    hint = " ".join(text for text in (note.help, note.help_behavior_hint) if text)
+    initial = "" if flag.default in (None, MISSING, False) else str(flag.default)
+    hint = f"{flag.argument.help} {flag.argument.ending}".strip()
     return Input(flag.name.lstrip("-"), label, hint, flag, choices, initial)
 
 
 def _flags() -> dict[str, Flag]:
     """The flags of the page by their names in a link."""
-    flags = flag_words.flags_of(PlanCommand)
-    words = map(flag_words.flag_of, LABELS)
+    flags = command_line.flags_of(PlanCommand)
+    words = map(command_line.flag_of, LABELS)
     return {word.lstrip("-"): flags[word] for word in words}
 
 
@@ -172,7 +164,7 @@ def _words(inputs: Mapping[str, str]) -> list[str]:
 
 def _command(inputs: Mapping[str, str], words: list[str]) -> PlanCommand:
     """The parsed command, as `accel-fsdp plan` would parse it."""
-    flag_words.refuse_wrong(COMMAND, PlanCommand, words)
+    command: PlanCommand = command_line.parse(COMMAND, PlanCommand, words)
     flags = _flags()
     if others := [name for name in inputs if name not in flags]:
         raise UsageError(
@@ -184,4 +176,4 @@ def _command(inputs: Mapping[str, str], words: list[str]) -> PlanCommand:
         raise UsageError(f"--{empty[0]} is missing", why="there is nothing to plan", fix="choose one")
     if catalogue.canonical(inputs["model"]) is None:
         raise _takes_torch(inputs["model"], words, catalogue.did_you_mean(inputs["model"]))
-    return tyro.cli(PlanCommand, args=words, config=(tyro.conf.FlagCreatePairsOff,))
+    return command

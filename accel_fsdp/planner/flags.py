@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Optional
 
+from accel_fsdp.command_line import arg
 from accel_fsdp.config import DTYPES, Method, Precision
-from accel_fsdp.flag_words import arg
 from accel_fsdp.job import Attention, Checkpointing
 from accel_fsdp.models import optimizers
 from accel_fsdp.wizard import SeqLen

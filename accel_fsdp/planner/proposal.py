@@ -4,7 +4,7 @@ import shlex
 from dataclasses import dataclass, replace
 from typing import Any
 
-from accel_fsdp import flag_words
+from accel_fsdp import command_line
 from accel_fsdp.config import (
     ENGINE_NAMES,
     THIS_FILE,
@@ -57,7 +57,7 @@ class Proposer:
     def command(self, job: Job) -> str:
         """The command that writes the YAML of the recommended job, without the wizard's own defaults."""
         chosen = self._base(job) | ({} if self.by_default else _decisions(job))
-        flags = [word for name, value in chosen.items() for word in (flag_words.flag_of(name), value)]
+        flags = [word for name, value in chosen.items() for word in (command_line.flag_of(name), value)]
         return shlex.join(["accel-fsdp", "config", "--yes", "-o", OUTPUT, *flags])
 
     def _base(self, job: Job) -> dict[str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from accel_fsdp import console, flag_words, shipped
+from accel_fsdp import command_line, console, shipped
 from accel_fsdp.config import SCRIPT, JobConfig, read_config
 from accel_fsdp.errors import UsageError, UserError, joined, require
 from accel_fsdp.linter import LintOptions, completed, lint, read_launch
@@ -126,7 +126,7 @@ def _check(options: RehearseCommand, launcher: Rehearsed, words: tuple[str, ...]
     """
     file = options.file
     arguments = launcher.folder / "arguments.json"
-    arguments.write_text(json.dumps(flag_words.parse_command_line(words)), encoding="utf-8")
+    arguments.write_text(json.dumps(command_line.parse_command_line(words)), encoding="utf-8")
     inputs = LintOptions(model=model, args=arguments if words else None, script=launcher.script)
     try:
         findings = lint(file, inputs)

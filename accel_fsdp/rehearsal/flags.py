@@ -4,16 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Optional
 
-import tyro
-
-from accel_fsdp.flag_words import arg
+from accel_fsdp.command_line import arg, positional
 
 
 @dataclass(frozen=True)
 class RehearseCommand:
     """The command's flags, before `--`; the training script's arguments follow."""
 
-    file: Annotated[tyro.conf.Positional[Path], arg("An Accelerate YAML.", "FILE")]
+    file: Annotated[Path, positional("An Accelerate YAML.", "FILE")]
     model: Annotated[
         Optional[str],
         arg(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import flag_words
+from accel_fsdp import command_line
 from accel_fsdp.checkpoints import file_names
 from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UsageError, UserError
@@ -41,7 +41,7 @@ class Prepared:
 
 def model_of(flag: str | None, words: tuple[str, ...]) -> str | None:
     """The model of the flag, else that of the arguments."""
-    return flag or _text(flag_words.parse_command_line(words), "model_name_or_path")
+    return flag or _text(command_line.parse_command_line(words), "model_name_or_path")
 
 
 def prepare(
@@ -59,7 +59,7 @@ def prepare(
     divisors = parallel_plans.divisors(layout.sizes) if layout.is_by_transformers else {}
     small = shrink(source, folder / "model", divisors)
     _check_mesh(layout, str(small.folder), words)
-    small_rows, why = _rows(flag_words.parse_command_line(words), launcher, _has_chat_template(small.folder))
+    small_rows, why = _rows(command_line.parse_command_line(words), launcher, _has_chat_template(small.folder))
     _turn_off_dropout(small.folder)
     job, changes = with_smaller_units(job, *small.layer_parameters)
     units = "by size" if by_size(job) else f"of {', '.join(small.layer_classes)}"
@@ -73,7 +73,7 @@ def _check_mesh(layout: Layout, model: str, words: tuple[str, ...]) -> None:
     if layout.is_by_transformers:
         from accel_fsdp.training import mesh  # imports torch and transformers: seconds
 
-        arguments = flag_words.parse_command_line(words)
+        arguments = command_line.parse_command_line(words)
         targets = from_arguments.names_in(arguments.get("lora_target_modules"))
         mesh.check_on(layout, read_config(model), from_arguments.recipe_of(arguments).method, targets)
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from accel_fsdp.command_line import parse_command_line
 from accel_fsdp.config import (
     EXPERT_FLAG,
     HYBRID,
@@ -14,7 +15,6 @@ from accel_fsdp.config import (
     size_key,
 )
 from accel_fsdp.errors import UsageError
-from accel_fsdp.flag_words import parse_command_line
 from accel_fsdp.job import Layout, from_arguments, from_yaml
 
 PROCESSES = 2

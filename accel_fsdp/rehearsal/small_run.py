@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from accel_fsdp import flag_words
+from accel_fsdp import command_line
 from accel_fsdp.config import EXPERT_FIELD
 from accel_fsdp.job import from_arguments
 from accel_fsdp.rehearsal.rows import Rows
@@ -95,19 +95,19 @@ class SmallRun:
 
     def exact(self, words: Sequence[str]) -> list[str]:
         """The words for a run in float32 without dropout, so that losses can be compared."""
-        plain, _ = flag_words.without_flags(words, set(OF_PRECISION) - ({"dtype"} if self.quantized else set()))
+        plain, _ = command_line.without_flags(words, set(OF_PRECISION) - ({"dtype"} if self.quantized else set()))
         extra = ["--export_dtype", "float32", *([] if self.quantized else ["--dtype", "float32"])]
         return [*plain, *extra, *(["--lora_dropout", "0"] if self.adapter else [])]
 
 
 def readable(words: Sequence[str]) -> tuple[str, ...]:
     """The real job's arguments, without those that `train/sft.py` can't parse on this machine."""
-    return flag_words.without_flags(words, {*PLACES, *OF_GPUS, *OF_THE_PLACE})[0]
+    return command_line.without_flags(words, {*PLACES, *OF_GPUS, *OF_THE_PLACE})[0]
 
 
 def replaced(words: Sequence[str]) -> list[str]:
     """The user's flags that a rehearsal leaves out or sets itself, besides paths and sizes."""
-    return sorted(f"--{name}" for name in set(flag_words.parse_command_line(words)) & {*SET, *DROPPED})
+    return sorted(f"--{name}" for name in set(command_line.parse_command_line(words)) & {*SET, *DROPPED})
 
 
 def small_run(words: Sequence[str], rows: Rows) -> SmallRun:
@@ -115,7 +115,7 @@ def small_run(words: Sequence[str], rows: Rows) -> SmallRun:
 
     Where only answers are trained, the first tokens of a real row may hold none of them.
     """
-    arguments = flag_words.parse_command_line(words)
+    arguments = command_line.parse_command_line(words)
     sizes = from_arguments.sizes_of(arguments)
     is_cut = rows.origin == "cut"
     whole_rows = bool(rows.columns & {*WHOLE, str(arguments.get("dataset_text_field", "text"))})
@@ -124,7 +124,7 @@ def small_run(words: Sequence[str], rows: Rows) -> SmallRun:
     )
     replaced = {*SET, *sizes, *PLACES, EXPERT_FIELD}
     replaced |= {"truncation_mode"} if is_cut and has_completions else set()
-    remaining, dropped = flag_words.without_flags(
+    remaining, dropped = command_line.without_flags(
         words, {*replaced, *DROPPED, *OF_GPUS, *(() if is_cut else OF_OWN_ROWS)}
     )
     return SmallRun(

@@ -11,7 +11,7 @@ from typing import Any, Literal, NoReturn
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import HfArg
 
-from accel_fsdp import console, cpu, flag_words, models
+from accel_fsdp import command_line, console, cpu, models
 from accel_fsdp.config import EXPERT_FLAG, Method
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 from accel_fsdp.launch import launcher
@@ -240,7 +240,7 @@ def _refuse_unknown(parser: HfArgumentParser, words: Sequence[str]) -> None:
     options = {option for action in parser._actions for option in action.option_strings}
     for flag in (word.split("=")[0] for word in words if word.startswith("--")):
         if flag not in options:
-            hint = flag_values.TRL.get(flag_words.field_name(flag))
+            hint = flag_values.TRL.get(command_line.field_name(flag))
             guess = "" if hint else did_you_mean(flag, options)
             raise UsageError(f"unknown argument {flag}.{guess}", why="it has no effect here", fix=hint or SEE_HELP)
 

@@ -12,8 +12,8 @@ from accel_fsdp.wizard.questions import QUESTIONS
 
 FIELDS = [question.field for question in QUESTIONS]
 GREETING = (
-    "Enter answers; arrow keys, or an option's first digit or letter, choose. Escape goes back one question, "
-    "Ctrl-C stops and writes nothing."
+    "Arrow keys choose, Enter answers, Escape goes back one question, Ctrl-C stops and writes nothing. "
+    "Grey text is the proposal: Enter takes it."
 )
 
 
@@ -45,7 +45,7 @@ def _ask_from(session: Interview, position: int) -> None:
     while position < len(QUESTIONS):
         question = QUESTIONS[position]
         context = session.settled(until=question.field)
-        if question.field in session.fixed or not (question.applies(context) and question.helps(context)):
+        if question.field in session.fixed or not question.is_open(context):
             position += 1
             continue
         answer = _ask(question, context, session.given.get(question.field))

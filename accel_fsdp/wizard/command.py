@@ -1,18 +1,19 @@
 """The command `accel-fsdp config`: interview, review, write."""
 
 import sys
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from accel_fsdp import atomic_files, console
 from accel_fsdp.config import JobConfig, header, yaml_file
 from accel_fsdp.errors import UsageError, did_you_mean
-from accel_fsdp.wizard import asking, from_yaml, interview, prompts, to_yaml
+from accel_fsdp.wizard import asking, convert, interview, migration, prompts, reading, to_yaml
 from accel_fsdp.wizard.answers import Answers
+from accel_fsdp.wizard.convert import Change
 from accel_fsdp.wizard.flags import WizardOptions
 from accel_fsdp.wizard.presets import PRESETS
-from accel_fsdp.wizard.questions import applying
+from accel_fsdp.wizard.questions import applying, is_shown
 
 WRITE, SHOW, QUIT = "write", "show", "quit"
 
@@ -23,8 +24,7 @@ class Original:
 
     path: Path
     job: JobConfig
-    answers: Answers
-    written: Collection[str]
+    written: Mapping[str, str]
 
 
 def configure(options: WizardOptions, flags: Mapping[str, str]) -> int:
@@ -43,15 +43,14 @@ def configure(options: WizardOptions, flags: Mapping[str, str]) -> int:
         _refuse_existing(options)
     if interactive and output and atomic_files.is_taken(output) and not options.from_file and not options.force:
         console.say(f"{output} exists; before it is overwritten you will be asked.", style="yellow", wrap=True)
-    job, written = _read(options.from_file) if options.from_file else (JobConfig({}), {})
-    answers = {**_preset(options.preset), **written}
+    original = _read(options.from_file) if options.from_file else None
+    answers = {**_preset(options.preset), **(_converted(original, flags) if original else {})}
     if "model" not in {**answers, **flags} and (options.from_file or "layer_class" in {**answers, **flags}):
         answers["model"] = interview.WITHOUT_MODEL
     if interactive:
         session = asking.interview(flags, answers)
     else:
         session = interview.interview(flags, answers, defaults=options.yes)
-    original = _original(options.from_file, job, written, session) if options.from_file else None
     if interactive:
         return _review(session, options, original)
     _warn(interview.warnings(session))  # the file is written nevertheless, as requested
@@ -75,52 +74,55 @@ def _preset(name: str | None) -> Mapping[str, str]:
     return PRESETS[name]
 
 
-def _read(path: Path) -> tuple[JobConfig, dict[str, str]]:
+def _read(path: Path) -> Original:
     """The file, and the flags that would produce it."""
     from accel_fsdp.config import read_config
 
     if str(path) == yaml_file.STDIN:
         raise UsageError("--from - can't be re-edited", why="it is read several times", fix="--from FILE")
     job, _ = read_config(path)
-    return job, from_yaml.to_flags(job)
+    return Original(path, job, reading.to_flags(job))
 
 
-def _original(path: Path, job: JobConfig, written: Mapping[str, str], session: interview.Interview) -> Original:
-    """The file's answers, completed with the model of the interview and Accelerate's defaults."""
-    unwritten = ("model", "method", "gpus")
-    before = {name: value for name, value in session.given.items() if name in unwritten}
-    answers = interview.answers(interview.Interview({}, {**before, **written}, as_written=True))
-    new = interview.answers(session)  # also reports values that it can't use
-    for line in from_yaml.corrections(job, answers, new, session.given.keys()):
-        console.say(f"note: {line}", style="yellow", wrap=True)
-    return Original(path, job, answers, written.keys())
+def _converted(original: Original, flags: Mapping[str, str]) -> Mapping[str, str]:
+    """The answers of the file, for the engine that the flags name."""
+    written = original.written
+    engine = flags.get("engine", written["engine"]).lower()
+    target = convert.target_of(engine, {**written, **flags}, written.get("strategy", "1"))
+    is_same = engine == written["engine"] and flags.get("fsdp_version") in (None, written.get("fsdp_version"))
+    return written if is_same or target is None else convert.retarget(written, original.job, target)
 
 
-def _text(session: interview.Interview, answers: Answers, original: Original | None) -> str:
+def _text(session: interview.Interview, original: Original | None) -> tuple[str, list[Change]]:
+    """The text to write, and what changes in a file that is re-edited."""
+    answers = interview.answers(session)
     if original is None:
-        return to_yaml.to_text(answers)
-    answered = session.given.keys() - original.written
+        return to_yaml.to_text(answers), []
+    answered = set(session.given.keys() - original.written.keys())
     if answers.model and "layer_class" not in original.written:
-        answered |= {"layer_class"}  # the model has answered it
-    return from_yaml.update(yaml_file.load(original.path), original.job, original.answers, answers, answered)
+        answered.add("layer_class")  # the model has answered it
+    open_fields = vars(answers).keys() - original.written.keys() - answered
+    old = replace(reading.to_answers(original.written), **{field: getattr(answers, field) for field in open_fields})
+    document = yaml_file.load(original.path)
+    changes = convert.rewrite(document, original.job, old, answers, answered)
+    return header.with_header(yaml_file.dump(document), to_yaml.header(answers)), changes
 
 
 def _review(session: interview.Interview, options: WizardOptions, original: Original | None) -> int:
     """Shows all answers on one screen: Enter on an answer asks it again, the first line writes the file."""
     output = _output(options)
     place = "stdout" if output is None else str(output)
-    shown_lines: tuple[str, ...] = ()
     while True:
         answers = interview.answers(session)
-        if shown_lines != (shown_lines := interview.warnings(session)):
-            _warn(shown_lines)
-        text = _text(session, answers, original)
+        console.clear()
+        _warn(interview.warnings(session))
+        text, changes = _text(session, original)
         chosen = prompts.pick(
             f"Write {place}?",
             [(WRITE, "Write it"), *_rows(answers), (SHOW, "Show the YAML"), (QUIT, "Quit, write nothing")],
             "Enter on a line; Escape goes back" if session.asked else "Enter on a line",
         )
-        if chosen == WRITE and _may_write(output, options, original, text):
+        if chosen == WRITE and _may_write(output, options, original, text, changes):
             return _write(session, options, original)
         if chosen == SHOW:
             console.show_yaml(text, place)
@@ -137,16 +139,23 @@ def _review(session: interview.Interview, options: WizardOptions, original: Orig
 
 
 def _rows(answers: Answers) -> list[tuple[str, str]]:
-    texts = [(question.field, to_yaml.flag_text(getattr(answers, question.field))) for question in applying(answers)]
-    return [(field, f"{field.replace('_', ' '):25} {value}") for field, value in texts]
+    """The questions that the wizard asks, and the other answers that differ from its defaults."""
+    fields = [question.field for question in applying(answers) if is_shown(question, answers)]
+    return [(field, f"{field.replace('_', ' '):25} {to_yaml.flag_text(getattr(answers, field))}") for field in fields]
 
 
 def _show_diff(original: Original, text: str, place: str) -> None:
     console.show_diff(original.job.source, text, str(original.path), place)
 
 
-def _may_write(output: Path | None, options: WizardOptions, original: Original | None, text: str) -> bool:
-    """Asks before a file is overwritten; shows the diff first if the file is re-edited."""
+def _may_write(
+    output: Path | None, options: WizardOptions, original: Original | None, text: str, changes: list[Change]
+) -> bool:
+    """Asks before a file is overwritten, or a meaning is lost; shows the diff first if the file is re-edited."""
+    if broken := [change for change in changes if change.breaks]:
+        migration.show(broken)
+        if not prompts.confirm("Write it without them?", default=False):
+            return False
     if output is None or options.force or not atomic_files.is_taken(output):
         return True
     if original is not None:
@@ -156,7 +165,9 @@ def _may_write(output: Path | None, options: WizardOptions, original: Original |
 
 def _write(session: interview.Interview, options: WizardOptions, original: Original | None) -> int:
     output, answers = _output(options), interview.answers(session)
-    text = _text(session, answers, original)
+    text, changes = _text(session, original)
+    if original and any(change.breaks for change in changes) and not (options.force or sys.stdin.isatty()):
+        raise migration.refusal(original.path, answers.engine, changes)
     if note := header.missing_here(text):
         _warn((note,))
     if output is None:

@@ -5,7 +5,6 @@ from typing import Any
 
 from accel_fsdp.config import ENGINE_NAMES, Engine
 from accel_fsdp.hardware import machines
-from accel_fsdp.units import about_gib, distinguishable
 from accel_fsdp.wizard import notes, recommended, validation
 from accel_fsdp.wizard.question import Context
 
@@ -47,7 +46,7 @@ def fsdp_version(context: Context) -> tuple[int, str]:
 def strategy(context: Context) -> tuple[int, str]:
     candidate = recommended.candidate(context)
     if candidate is not None and candidate.layout.is_fsdp:
-        return candidate.layout.strategy, notes.because(candidate)
+        return candidate.layout.strategy, f"{notes.because(candidate)}: it {candidate.words}"
     return 1, "FULL_SHARD fits the largest model"
 
 
@@ -92,14 +91,13 @@ def cpu_offload(context: Context) -> tuple[bool, str]:
     if candidate is not None:
         if candidate.layout.offload:
             return True, notes.because(candidate)
-        return False, f"slower; without it, it {candidate.words}" if candidate.fits else "nothing fits, even with it"
+        return False, "slower, and not needed" if candidate.fits else "nothing fits, even with it"
     state = notes.state_memory(context)
     if state is None:
         return False, "slower; only when nothing else fits"
     too_much = state[0] > state[1] * notes.ROOM_FOR_STATE
-    needed, available = distinguishable(about_gib, *state)
     verb = "don't fit" if too_much else "fit"
-    return too_much, f"{needed} of weights and training state per GPU {verb} into {available}"
+    return too_much, f"weights and training state {verb} into a GPU"
 
 
 def activation_checkpointing(context: Context) -> tuple[bool, str]:
@@ -115,13 +113,15 @@ def activation_checkpointing(context: Context) -> tuple[bool, str]:
     if candidate is None:
         return False, "costs about a third more compute"
     if candidate.recipe.recomputes:
-        return True, f"costs about a third more compute. With it, it {candidate.words}"
-    return False, f"would cost about a third more compute; without it, it {candidate.words}"
+        return True, "it fits with it; costs about a third more compute"
+    return False, "not needed; would cost about a third more compute"
 
 
 def ram_efficient_loading(context: Context) -> tuple[bool, str]:
     """On, except for stored buffers, on which FSDP2 would crash."""
-    if context["fsdp_version"] == 2 and context.model is not None and context.model.persistent_buffers:
+    if context.engine is Engine.DEEPSPEED and "ram_efficient_loading" in context.wished:
+        return str(context.wished["ram_efficient_loading"]).lower() == "true", "as in the file"
+    if context.engine is Engine.FSDP2 and context.model is not None and context.model.persistent_buffers:
         return False, f"the model stores {context.model.persistent_buffers} buffers, which FSDP2 can't fill from rank 0"
     if context["method"] == "qlora":
         return False, "4-bit weights are quantised on every rank"

@@ -3,16 +3,16 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
-from accel_fsdp.flag_words import arg
+from accel_fsdp.command_line import arg
 from accel_fsdp.job import Recipe
 from accel_fsdp.wizard.presets import PRESETS
 from accel_fsdp.wizard.question import Question
 from accel_fsdp.wizard.questions import QUESTIONS
 
 SeqLen = Annotated[
-    Optional[int], arg("Tokens per sequence.", "TOKENS", default=f"{Recipe.length}, or the model's positions if fewer")
+    int | None, arg("Tokens per sequence.", "TOKENS", default=f"{Recipe.length}, or the model's positions if fewer")
 ]
 """The length that memory is predicted for, here and in `accel-fsdp plan`."""
 
@@ -22,7 +22,7 @@ class WizardOptions:
     """The flags of the command besides the answers. `output` None: the file of `from_file`, or Accelerate's default."""
 
     output: Annotated[
-        Optional[Path],
+        Path | None,
         arg(
             "Where to write the YAML; - for stdout.", "FILE", default="Accelerate's own default config file", alias="-o"
         ),
@@ -30,7 +30,7 @@ class WizardOptions:
     yes: Annotated[bool, arg("Ask nothing: defaults for every question without a flag.", alias="-y")] = False
     force: Annotated[bool, arg("Overwrite an existing file.")] = False
     from_file: Annotated[
-        Optional[Path],
+        Path | None,
         arg(
             "Re-edit this YAML: its answers, comments and other keys are kept, and a diff is shown. "
             "Without -o it is written in place.",
@@ -39,13 +39,13 @@ class WizardOptions:
         ),
     ] = None
     preset: Annotated[
-        Optional[str], arg("Answers by name; flags overrule them. One of: " + ", ".join(PRESETS) + ".", "NAME")
+        str | None, arg("Answers by name; flags overrule them. One of: " + ", ".join(PRESETS) + ".", "NAME")
     ] = None
 
 
 def _flag_field(question: Question) -> tuple[str, Any, Any]:
     help_text = arg(question.prompt, question.metavar, hint="(asked)", alias=question.alias)
-    return question.field, Annotated[Optional[str], help_text], dataclasses.field(default=None)
+    return question.field, Annotated[str | None, help_text], dataclasses.field(default=None)
 
 
 ConfigCommand = dataclasses.make_dataclass(

@@ -29,14 +29,12 @@ class Interview:
 
     `flags` were typed and are never replaced; `given` also holds the answers of a preset or file.
 
-    With `as_written` the answers come from a file: a rejected one is replaced by the default, without a message.
     `fixed` are the fields that are never asked, `asked` those answered in the terminal, the latest last.
     """
 
     flags: Mapping[str, str]
     given: dict[str, Any]
     quiet: bool = False
-    as_written: bool = False
     fixed: frozenset[str] = frozenset()
     asked: list[str] = field(default_factory=list)
 
@@ -60,7 +58,7 @@ class Interview:
         if "model" not in self.given:
             session = replace(self, given={**self.given, "model": PRESET_MODEL}, quiet=True)
         context = session.settled()
-        return [q for q in QUESTIONS if q.applies(context) and q.helps(context) and q.field not in self.given]
+        return [q for q in QUESTIONS if q.is_open(context) and q.field not in self.given]
 
     def _settle(self, question: Question, context: Context) -> Context:
         if not question.applies(context):
@@ -82,10 +80,7 @@ class Interview:
                     raise
                 del self.given[question.field]
                 note = f"{in_words(joined(error.what, error.why))}; going on without it: {error.fix}"
-                if not self.as_written:
-                    console.say(f"note: {note}", style="yellow", wrap=True)
-        if self.as_written:
-            return skip(question, context, {})
+                console.say(f"note: {note}", style="yellow", wrap=True)
         return settle(question, context, question.default(context)[0])
 
     @property

@@ -1,10 +1,10 @@
-"""The planner's notes on an option of the wizard, and on all answers together.
+"""What the plan says of a strategy, and of all answers together.
 
 Pure. GPUs outside the table have no notes. For models outside the catalogue the notes use the wizard's trace, else only
 the weights. The prediction is imported on first use: `accel-fsdp --help` lists the questions and needs none.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -23,32 +23,17 @@ if TYPE_CHECKING:
 Known: TypeAlias = "tuple[ModelShape, Mapping[str, Tapes]] | None"
 ROOM_FOR_STATE = 0.8
 """Share of a GPU that they may take; activations need the rest."""
-GATHERED_BYTES, LARGE_LAYER = 6, 0.2
-"""Bytes of a gathered parameter, in 16 bits, with its gradient in 32, and the share of a GPU from which it matters."""
-MOST_MACHINES = 64
 NO_ADDRESS = (
     "note: without --main-process-ip a cluster engine has to give the rendezvous address: accel-fsdp "
     "script makes its job file"
 )
-SMALL_STATE_GIB = 2
-"""Below this, weights and training state leave any GPU room for a row of activations."""
 
 
-def has_large_layers(context: Context) -> bool:
-    """Whether a gathered layer, with its gradients, takes a large share of a GPU: tensor parallelism divides it."""
-    machine, name = context.machine, context.machine.accelerator
-    memory = machine.memory_gib or (gpus.find(name).memory_gib if name and gpus.is_known(name) else 0)
-    layer = context.model.largest_layer_parameters if context.model and context.model.tensor_plan else 0
-    return memory > 0 and layer * GATHERED_BYTES > LARGE_LAYER * memory * GIB
-
-
-def note(question: str, value: Any, context: Context) -> str:
-    """What the plan says of a strategy or of a micro-batch, or what 4 bits leave; empty for other questions."""
-    if (question, value) == ("method", "qlora") and context.model and context.model.fused_experts:
-        return f"; {state_bytes.experts_in_16_bits(context.model.fused_experts)}"
-    if question != "strategy" or (value in (4, 5) and context["num_machines"] == 1):
+def note(strategy: int, context: Context) -> str:
+    """What the plan says of a strategy: what a GPU needs, and its speed; empty if it is unknown."""
+    if strategy in (4, 5) and context["num_machines"] == 1:
         return ""
-    candidate = recommended.candidate(with_answers(context, strategy=value))
+    candidate = recommended.candidate(with_answers(context, strategy=strategy))
     return f", {in_figures(candidate)}" if candidate else ""
 
 
@@ -61,23 +46,8 @@ def in_figures(candidate: "Candidate") -> str:
 
 
 def because(candidate: "Candidate") -> str:
-    """The reason for a recommended answer: what the job with it needs."""
-    lead = "the plan recommends it" if candidate.fits else "nothing fits; this needs least"
-    return f"{lead}: it {candidate.words}"
-
-
-def of_each_size(axis: str, check: Callable[[Context, Any], Any], context: Context) -> str:
-    """The predicted peak with each size of an axis, in words; records what a size allocates, in seconds."""
-    words = []
-    for size in range(1, context.machine.count + 1):
-        try:
-            check(context, size)
-            candidate = recommended.candidate(with_answers(context, **{axis: size}))
-        except UserError:  # this size doesn't divide the model, or can't be recorded
-            continue
-        if candidate:
-            words.append(f"{size}: {gib_or_mib(candidate.device.needed)}")
-    return "predicted for each GPU: " + "; ".join(words) if words else ""
+    """The reason for a recommended answer."""
+    return "the plan recommends it" if candidate.fits else "nothing fits; this needs least"
 
 
 def check_length(context: Context, value: Any) -> int | None:

@@ -1,7 +1,4 @@
-"""Draws questions in a terminal: Enter answers, Escape goes back, Ctrl-C stops. The only import of questionary.
-
-Options are chosen with the arrow keys, or by their first digit or letter.
-"""
+"""Draws questions in a terminal: Enter answers, Escape goes back, Ctrl-C stops. The only import of questionary."""
 
 import textwrap
 from collections.abc import Sequence
@@ -11,7 +8,6 @@ import questionary
 from prompt_toolkit.application import get_app_session
 from prompt_toolkit.filters import Always
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent, merge_key_bindings
-from questionary.prompts.common import InquirerControl
 
 from accel_fsdp import console
 from accel_fsdp.wizard.question import Context, Option, Question
@@ -28,7 +24,6 @@ def ask(question: Question, context: Context, before: Any) -> Any:
     The default is grey and disappears on typing; an earlier answer can be edited.
     """
     value, reason = question.default(context)
-    reason = "; ".join(filter(None, (reason, question.foresees(context))))
     if question.options is None:
         answer, shown = _ask_text(
             question.prompt, _as_text(value), reason, None if before is None else _as_text(before)
@@ -36,7 +31,7 @@ def ask(question: Question, context: Context, before: Any) -> Any:
     else:
         answer, shown = _ask_choice(question, context, value if before is None else before, reason)
     if answer is not BACK:
-        console.answered(question.prompt, shown)
+        console.answered(question.field.replace("_", " "), shown)
     return answer
 
 
@@ -55,12 +50,15 @@ def _ask_text(prompt: str, default: str, reason: str, before: str | None) -> tup
 def _ask_choice(question: Question, context: Context, proposed: Any, reason: str) -> tuple[Any, str]:
     assert question.options is not None
     options = [option for option in question.options(context) if option.offered or option.value == proposed]
-    choices = [_choice(option) for option in options]
+    choices = [
+        _choice(option, f"proposed: {reason}" * (option.value == question.default(context)[0])) for option in options
+    ]
     free = [choice for choice in choices if not choice.disabled]
     default = next((choice for choice in free if str(choice.value) == str(proposed)), free[0])
-    prompt, instruction = _fit_lines(question.prompt, reason)
-    answer = _run(questionary.select(prompt, choices, default=default, instruction=instruction, use_jk_keys=False))
-    return answer, next((option.label for option in options if option.value == answer), "")
+    prompt = _fill(question.prompt, start=2, indent=2)
+    answer = _run(questionary.select(prompt, choices, default=default, instruction=" ", use_jk_keys=False))
+    label = next((option.label for option in options if option.value == answer), "")
+    return answer, label.rpartition(": ")[0] or label
 
 
 def pick(text: str, rows: Sequence[tuple[str, str]], instruction: str) -> Any:
@@ -91,11 +89,15 @@ def _fit_lines(prompt: str, reason: str, room: int = 0) -> tuple[str, str]:
     return first, "\n  " + _fill(instruction, start=2, indent=3)
 
 
-def _choice(option: Option) -> questionary.Choice:
-    """An option broken between words; questionary draws a disabled one as `- label (why)`."""
+def _choice(option: Option, hint: str = "") -> questionary.Choice:
+    """An option broken between words; questionary draws a disabled one as `- label (why)`.
+
+    The hint, and the option's condition, are shown while the option is highlighted.
+    """
     label = _fill(option.label, start=5, indent=5)
     why = _fill(option.disabled, start=len(label.splitlines()[-1]) + 7, indent=5)
-    return questionary.Choice(label, value=option.value, disabled=why or None)
+    hints = "; ".join(filter(None, (hint, option.caution)))
+    return questionary.Choice(label, value=option.value, disabled=why or None, description=hints or None)
 
 
 def _fill(text: str, start: int, indent: int) -> str:
@@ -123,23 +125,6 @@ def _run(question: questionary.Question) -> Any:
 
     for window in application.layout.find_all_windows():
         window.wrap_lines = Always()
-        if isinstance(window.content, InquirerControl):
-            _point_by_first_letter(window.content, bindings)
     application.key_bindings = merge_key_bindings([application.key_bindings or KeyBindings(), bindings])
     application.ttimeoutlen = ESCAPE_SECONDS
     return question.unsafe_ask()
-
-
-def _point_by_first_letter(options: InquirerControl, bindings: KeyBindings) -> None:
-    """Binds digits and letters to the next available option that begins with them."""
-    places: dict[str, list[int]] = {}
-    for index, choice in enumerate(options.choices):
-        if not choice.disabled:
-            places.setdefault(str(choice.title)[0].lower(), []).append(index)
-
-    def point(matches: list[int]) -> None:
-        options.pointed_at = next((index for index in matches if index > options.pointed_at), matches[0])
-
-    for letter, matches in places.items():
-        for key in {letter, letter.upper()}:
-            bindings.add(key)(lambda event, matches=matches: point(matches))

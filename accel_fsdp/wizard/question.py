@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp import flag_words
+from accel_fsdp import command_line
 from accel_fsdp.config import FSDP_VERSIONS, OTHER_ENGINES, Engine
 from accel_fsdp.errors import UsageError, did_you_mean
 from accel_fsdp.hardware import MachineFacts, machines
@@ -64,13 +64,14 @@ class Context:
 class Option:
     """One answer to choose from, with its consequence in a few words; `disabled` says why it can't be chosen here.
 
-    An option that isn't `offered` is accepted only from a file or a flag.
+    An option that isn't `offered` is accepted only from a file or a flag; `caution` is its condition.
     """
 
     value: Any
     text: str | Callable[[], str]
     disabled: str = ""
     offered: bool = True
+    caution: str = ""
 
     @property
     def label(self) -> str:
@@ -83,9 +84,9 @@ class Question:
 
     `default` returns the proposed value and the reason in one line. `metavar` is shown in `--help`; `names` are second
     spellings of its values, `alias` a second flag. `applies` says whether to ask at all: if it is false the default is
-    used. `helps` says whether it is asked without a flag, and written even with its default. `check` returns the value
-    as stored, or raises `UserError`. `key` is the section and key of the YAML for the answer, if a single key takes it.
-    `foresees` says what the plan predicts of each answer; that may take seconds, so only asking calls it.
+    used. `helps` says whether it is written even with its default, and `asked` whether the wizard asks it: the others
+    have flags alone. `check` returns the value as stored, or raises `UserError`. `key` is the section and key of the
+    YAML for the answer, if a single key takes it.
     """
 
     field: str
@@ -99,11 +100,15 @@ class Question:
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     alias: str = ""
     key: tuple[str, str] | None = None
-    foresees: Callable[[Context], str] = lambda context: ""
+    asked: Callable[[Context], bool] = lambda context: True
+
+    def is_open(self, context: Context) -> bool:
+        """Whether the wizard asks it after these answers."""
+        return self.applies(context) and self.helps(context) and self.asked(context)
 
     @property
     def flag(self) -> str:
-        return flag_words.flag_of(self.field)
+        return command_line.flag_of(self.field)
 
 
 def settle(question: Question, context: Context, value: Any) -> Context:

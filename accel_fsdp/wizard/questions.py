@@ -15,6 +15,7 @@ from typing import Any
 from accel_fsdp.config import (
     BY_NAME,
     DEFAULT_PORT,
+    HYBRID,
     PLACING,
     STRATEGIES,
     ZERO_STAGES,
@@ -31,6 +32,10 @@ from accel_fsdp.wizard.question import Context, Option, Question
 METAVARS = {Kind.BOOL: "true|false", Kind.INT: "N", Kind.NAMES: "NAME[,NAME]", Kind.TEXT: "TEXT"}
 Default = Callable[[Context], tuple[Any, str]]
 IS_FSDP = attrgetter("is_fsdp")
+
+
+def never(context: Context) -> bool:
+    return False
 
 
 def _wraps(policy: WrapPolicy) -> Callable[[Context], bool]:
@@ -76,12 +81,25 @@ def _options(name: str, meanings: dict[Any, str], hidden: tuple[str, ...] = ()) 
     def text(value: Any, context: Context) -> str:
         word = {False: "no", True: "yes"}[value] if isinstance(value, bool) else str(value)
         label = f"{word}: {meanings[value]}" if meanings[value] else word
-        condition = validation.caution(name, value, context)
-        return label + notes.note(name, value, context) + (f" ({condition})" if condition else "")
+        return label + (notes.note(value, context) if name == "strategy" else "")
+
+    def offered(value: Any, context: Context) -> bool:
+        """Whether the wizard shows it: hybrid strategies for several machines, and what this machine can use."""
+        if name == "strategy":
+            return context["num_machines"] > 1 or STRATEGIES[value] not in HYBRID
+        if (name, value) == ("engine", "tpu"):
+            return context.machine.count == 0
+        return value not in hidden and (name, value) != ("engine", "single")
 
     def options(context: Context) -> list[Option]:
         return [
-            Option(value, partial(text, value, context), validation.reason(name, value, context), value not in hidden)
+            Option(
+                value,
+                partial(text, value, context),
+                validation.reason(name, value, context),
+                offered(value, context),
+                validation.caution(name, value, context),
+            )
             for value in meanings
         ]
 
@@ -158,6 +176,7 @@ QUESTIONS: tuple[Question, ...] = (
         "fsdp_version",
         defaults.fsdp_version,
         applies=_engine_is("fsdp"),
+        asked=never,
     ),
     _keyed(
         "strategy",
@@ -175,13 +194,20 @@ QUESTIONS: tuple[Question, ...] = (
         applies=_engine_is("deepspeed"),
     ),
     _keyed("mixed_precision", "mixed_precision", defaults.mixed_precision, section="", hidden=("fp8",)),
-    _keyed("num_processes", "num_processes", defaults.processes, section="", check=validation.check_processes),
+    _keyed(
+        "num_processes",
+        "num_processes",
+        defaults.processes,
+        section="",
+        check=validation.check_processes,
+        asked=never,
+    ),
     Question(
         "dp_replicate",
         "How many replicas of the model?",
         defaults.replicas,
         applies=lambda context: context.engine is Engine.FSDP2 and context["strategy"] in (4, 5),
-        helps=lambda context: False,
+        helps=never,
         check=validation.check_replicas,
         metavar="N",
     ),
@@ -190,9 +216,8 @@ QUESTIONS: tuple[Question, ...] = (
         "How many ranks divide each layer (tensor parallelism)?",
         defaults.always(1, "whole layers; more sum activations over the ranks several times in each layer"),
         applies=lambda context: context.engine is Engine.FSDP2,
-        helps=notes.has_large_layers,
+        helps=never,
         check=validation.check_tensor,
-        foresees=partial(notes.of_each_size, "tp", validation.check_tensor),
         metavar="N",
     ),
     Question(
@@ -200,9 +225,8 @@ QUESTIONS: tuple[Question, ...] = (
         "How many ranks divide the experts (expert parallelism)?",
         defaults.always(1, "each rank gathers all experts of a layer; more send tokens to the experts' ranks"),
         applies=lambda context: context.engine is Engine.FSDP2,
-        helps=lambda context: bool(context.model and context.model.expert_plan),
+        helps=never,
         check=validation.check_experts,
-        foresees=partial(notes.of_each_size, "ep", validation.check_experts),
         metavar="N",
     ),
     _keyed(
@@ -210,6 +234,7 @@ QUESTIONS: tuple[Question, ...] = (
         "fsdp_auto_wrap_policy",
         defaults.always("TRANSFORMER_BASED_WRAP", "gathers one layer at a time"),
         applies=IS_FSDP,
+        asked=never,
     ),
     _keyed(
         "layer_class",
@@ -217,6 +242,7 @@ QUESTIONS: tuple[Question, ...] = (
         defaults.layer_class,
         applies=lambda context: context.engine is Engine.TPU or _wraps("TRANSFORMER_BASED_WRAP")(context),
         check=validation.check_layer_class,
+        asked=lambda context: not defaults.layer_class(context)[0],
     ),
     _keyed(
         "min_num_params",
@@ -224,6 +250,7 @@ QUESTIONS: tuple[Question, ...] = (
         defaults.min_num_params,
         applies=_wraps("SIZE_BASED_WRAP"),
         check=validation.check_size,
+        asked=never,
     ),
     _keyed(
         "cpu_offload",
@@ -242,7 +269,7 @@ QUESTIONS: tuple[Question, ...] = (
         "fsdp_activation_checkpointing_offload",
         defaults.always(False, "the inputs of layers stay on the GPU; in host memory they cost copies over PCIe"),
         applies=lambda context: context.engine is Engine.FSDP2 and context["activation_checkpointing"],
-        helps=lambda context: False,
+        helps=never,
     ),
     Question(
         "batch",
@@ -259,7 +286,13 @@ QUESTIONS: tuple[Question, ...] = (
         hidden=("LOCAL_STATE_DICT",),
         applies=IS_FSDP,
     ),
-    _keyed("ram_efficient_loading", "fsdp_cpu_ram_efficient_loading", defaults.ram_efficient_loading, applies=IS_FSDP),
+    _keyed(
+        "ram_efficient_loading",
+        "fsdp_cpu_ram_efficient_loading",
+        defaults.ram_efficient_loading,
+        applies=IS_FSDP,
+        asked=never,
+    ),
     _keyed(
         "main_process_ip",
         "main_process_ip",
@@ -275,6 +308,7 @@ QUESTIONS: tuple[Question, ...] = (
         section="",
         applies=_several_machines,
         check=validation.check_port,
+        asked=never,
     ),
 )
 
@@ -299,8 +333,16 @@ def disabled_by(question: Question, context: Context) -> tuple[str, str]:
 
 
 def applying(answers: Answers) -> list[Question]:
+    """The questions whose answers are written, and named in the file's header."""
     context, questions = Context(given=vars(answers)), []
     for question in filter(lambda question: question.applies(context), QUESTIONS):
         if question.helps(context) or getattr(answers, question.field) not in (0, question.default(context)[0]):
             questions.append(question)
     return questions
+
+
+def is_shown(question: Question, answers: Answers) -> bool:
+    """Whether the review shows an answer: of a question that is asked, or other than the default."""
+    context = Context(given=vars(answers))
+    is_default = getattr(answers, question.field) == question.default(context)[0]
+    return question.is_open(context) or (not is_default and question.field != "layer_class")

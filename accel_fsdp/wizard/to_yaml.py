@@ -72,7 +72,8 @@ def _deepspeed(answers: Answers) -> dict[tuple[str, str], Any]:
     device = "cpu" if answers.cpu_offload else "none"
     settings: dict[str, Any] = {"offload_optimizer_device": device} if answers.zero_stage else {}
     if answers.zero_stage == 3:
-        settings |= {"offload_param_device": device, "zero3_init_flag": True, "zero3_save_16bit_model": True}
+        init = answers.ram_efficient_loading
+        settings |= {"offload_param_device": device, "zero3_init_flag": init, "zero3_save_16bit_model": True}
     settings |= {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
     if answers.num_machines > 1:
         settings["deepspeed_multinode_launcher"] = "standard"

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from accel_fsdp.config import Edit, Engine, apply, yaml_file
+from accel_fsdp.config import Edit, Engine, apply, with_header, yaml_file
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch import launcher
 from accel_fsdp.linter import read_subject
-from accel_fsdp.wizard import Answers, applying, from_yaml, interview, to_yaml
+from accel_fsdp.wizard import Answers, applying, convert, interview, reading, to_yaml
 from accel_fsdp.wizard.question import engine_of
 
 ENGINES = ("fsdp", "fsdp", "fsdp", "fsdp", "ddp", "deepspeed", "tpu")
@@ -191,11 +191,13 @@ def test_a_file_is_re_edited_in_place(wanted: Answers, other: Answers, made_file
         to_yaml.to_text(wanted).replace("num_machines", "# mine\ndebug: true  # mine too\nnum_machines")
     )
     subject, _ = read_subject(made_file)
-    flags = from_yaml.to_flags(subject)
+    flags = reading.to_flags(subject)
     for question in applying(wanted):
         if question.field not in ("engine", "fsdp_version", "strategy"):  # NO_SHARD under FSDP2 is plain DDP
             assert flags[question.field].lower() == to_yaml.flag_text(getattr(wanted, question.field)).lower()
-    text = from_yaml.update(yaml_file.load(made_file), subject, wanted, other, ())
+    document = yaml_file.load(made_file)
+    convert.rewrite(document, subject, wanted, other)
+    text = with_header(yaml_file.dump(document), to_yaml.header(other))
     content = yaml.safe_load(text)
     assert content.pop("debug") is True
     assert content == to_yaml.to_mapping(other)

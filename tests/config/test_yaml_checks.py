@@ -18,11 +18,8 @@ SECONDS = 10
 SCRIPT = "script.py"
 COMMANDS = {
     "check": ["check", "bad.yaml"],
-    "plan": ["plan", "--config", "bad.yaml", "--model", "llama-3.1-8b", "--gpus", "8xH100-80GB"],
-    "migrate": ["migrate", "bad.yaml", "--to", "fsdp2", "--dry-run"],
-    "launch": ["launch", "--dry-run", "bad.yaml", SCRIPT],
     "config": ["config", "--yes", "--from", "bad.yaml"],
-    "rehearse": ["rehearse", "bad.yaml"],
+    "launch": ["launch", "--dry-run", "bad.yaml", SCRIPT],
     "arguments": ["check", "good.yaml", "--args", "bad.yaml"],
 }
 
@@ -44,6 +41,7 @@ BOMBS = {
     "keys": levels("b0: &b0 [x]", "{{? [{}] : 1}}"),
     "a bomb in a section": levels("b0: &b0 {x: 1}", "{{<<: [{}]}}") + "fsdp_config: *b8\n",
     "many values": "gpu_ids: [" + "1, " * 300_000 + "]\n",
+    "many levels": "gpu_ids: " + "[" * 300_000 + "\n",
 }
 HOLDS_ITSELF = {
     "a list": "gpu_ids: &a [*a]\n",
@@ -67,7 +65,7 @@ def refusal(command: str, text: str, folder: Path, monkeypatch: Any, capsys: Any
     return message
 
 
-@pytest.mark.slow(but=15)
+@pytest.mark.slow(but=8)
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_file_that_grows_is_refused_before_it_does(
@@ -91,25 +89,14 @@ def test_a_value_that_holds_itself_is_refused_with_its_line(
 
 @pytest.mark.parametrize("command", ["check", "launch", "arguments"])
 @pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("num_machines: 2026-99-99", "num_machines: 2026-99-99 looks like a date"),
-        ("num_machines: 2026-02-30 25:00:00", "num_machines: 2026-02-30 25:00:00 looks like a date"),
-        ("gpu_ids: [0, 2026-02-30]", "gpu_ids: 2026-02-30 looks like a date"),
-        ("2026-02-30: 1", "2026-02-30 looks like a date"),
-        ("num_machines: 0b_", "num_machines: 0b_ looks like a number"),
-        ("num_machines: !!int two", "num_machines: two looks like a number"),
-        ("debug: !!bool maybe", "debug: maybe looks like a boolean"),
-        ("debug: !!timestamp soon", "debug: soon looks like a date|timestamp"),
-    ],
+    "line",
+    ["num_machines: 2026-99-99", "gpu_ids: [0, 2026-02-30]", "num_machines: 0b_", "debug: !!bool maybe"],
 )
-def test_a_value_of_no_type_is_named_with_its_line(
-    line: str, message: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+def test_a_value_of_no_type_is_one_error(
+    line: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     text = refusal(command, f"distributed_type: FSDP\n{line}\ndebug: false\n", tmp_path, monkeypatch, capsys)
-    column = "8:" if line.endswith("soon") and command != "arguments" else ""  # ruamel's own error has one
-    assert f"bad.yaml:2:{column} " in text
-    assert any(part in text for part in message.split("|"))
+    assert "cannot read bad.yaml: a value looks like a date, a number or a boolean" in text
 
 
 @pytest.mark.parametrize("command", ["check", "launch", "arguments"])

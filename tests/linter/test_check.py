@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_config import answers
 
-from accel_fsdp import cli, flag_words, linter
+from accel_fsdp import cli, command_line, linter
 from accel_fsdp.config import BY_NAME, yaml_file
 from accel_fsdp.errors import UsageError
 from accel_fsdp.linter import Sources, read_given
@@ -128,7 +128,7 @@ GOLDEN_WITH_ARGS: dict[str, tuple[str, str, str, str]] = {
 
 def codes(text: str, args: str = "") -> set[str]:
     """The codes found in a document, with a Llama as the model."""
-    given = flag_words.parse_command_line(args.split()) if args else None
+    given = command_line.parse_command_line(args.split()) if args else None
     twice, versions = yaml_file.doubled_keys(text), {"accelerate": "1.15.0"}
     subject = Subject(yaml.safe_load(text), source=text, doubled=twice, args=given, model=LLAMA, versions=versions)
     return {finding.code for finding in run_rules(subject)}

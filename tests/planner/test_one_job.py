@@ -10,8 +10,8 @@ from conftest import SFT, accelerate_launch, here, planned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from accel_fsdp.command_line import parse_command_line
 from accel_fsdp.config import Engine
-from accel_fsdp.flag_words import parse_command_line
 from accel_fsdp.job import Job, Layout, Recipe, from_arguments, recompute_by
 from accel_fsdp.models import catalogue, optimizers
 from accel_fsdp.units import gib_of

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, here, planned, run
 
+from accel_fsdp.command_line import parse_command_line
 from accel_fsdp.config import Engine, script_arguments
-from accel_fsdp.flag_words import parse_command_line
 from accel_fsdp.hardware import gpus
 from accel_fsdp.hardware.machines import parse
 from accel_fsdp.job import Job, Layout, Recipe, from_arguments

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from conftest import ROOT, SFT, accel_fsdp, warm_python
 
-from accel_fsdp import flag_words
+from accel_fsdp import command_line
 from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UsageError
 from accel_fsdp.rehearsal import janitor, scaled, small_run
@@ -150,7 +150,7 @@ def test_arguments_that_the_real_job_refuses(tiny_model: Path) -> None:
 
 def test_what_is_not_given_is_taken_from_the_yamls_comment() -> None:
     comment = ("--model_name_or_path", "me/model", "--use_peft", "--lora_r", "8")
-    assert flag_words.with_defaults(("--lora_r", "16"), comment) == (*comment[:3], "--lora_r", "16")
+    assert command_line.with_defaults(("--lora_r", "16"), comment) == (*comment[:3], "--lora_r", "16")
 
 
 def test_a_rehearsal_profiles_no_step_of_the_real_job() -> None:

@@ -1,14 +1,10 @@
 """The wizard's axes: `--tp`, `--dp-replicate` and `--ep`, what refuses them, and the way from a file back to them."""
 
-import re
 from pathlib import Path
 
 import pytest
 import yaml
 from conftest import accel_fsdp
-
-from accel_fsdp.wizard.interview import Interview
-from accel_fsdp.wizard.questions import QUESTIONS
 
 LLAMA, MIXTURE = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B"
 EIGHT = ("--yes", "--gpus", "8xH100-80GB")
@@ -96,16 +92,6 @@ def test_a_size_of_a_preset_that_does_not_fit_is_named_with_those_that_do(tmp_pa
     output = " ".join(config(tmp_path, *flags)[1].split())
     assert "ep 8 does not divide 6" in output
     assert "going on without it: --ep 2" in output
-
-
-def test_each_size_is_asked_with_its_memory() -> None:
-    flags = {"model": MIXTURE, "gpus": "2xH100-80GB", "method": "lora"}
-    context = Interview(flags, dict(flags), quiet=True).settled(until="ep")
-    question = next(question for question in QUESTIONS if question.field == "ep")
-    assert question.helps(context)
-    (words,) = re.findall("predicted for each GPU: (.*)", question.foresees(context))
-    sizes = [re.fullmatch(r"(\d): ([\d.]+) GiB", word) for word in words.split("; ")]
-    assert [size and size[1] for size in sizes] == ["1", "2"]
 
 
 def test_experts_that_stay_in_16_bits_are_named(tmp_path: Path) -> None:

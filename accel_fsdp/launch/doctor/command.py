@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from accel_fsdp import console, flag_words
+from accel_fsdp import command_line, console
 from accel_fsdp.errors import UsageError
 from accel_fsdp.launch import LaunchCommand, place
 from accel_fsdp.launch.doctor import facts, machine, report
@@ -25,7 +25,7 @@ def examine(options: DoctorCommand) -> int:
     """Examines this machine and prints the report; returns 1 if something would stop a job."""
     if options.json and options.report:
         raise UsageError("--json and --report", why="each is a form of the same report", fix="give one of them")
-    if flag := next((flag_words.flag_of(name) for name in place.FLAGS if getattr(options, name) is not None), ""):
+    if flag := next((command_line.flag_of(name) for name in place.FLAGS if getattr(options, name) is not None), ""):
         why, fix = "one machine is examined, and it needs no place", f"accel-fsdp doctor --bandwidth FILE {flag}"
         raise UsageError(f"{flag} without --bandwidth", why=why, fix=fix)
     with console.waiting("examining this machine"):

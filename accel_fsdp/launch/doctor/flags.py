@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Optional
 
-from accel_fsdp.flag_words import arg
+from accel_fsdp.command_line import arg
 from accel_fsdp.launch import PlaceFlags
 
 

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 
-from accel_fsdp import atomic_files, console, flag_words
+from accel_fsdp import atomic_files, command_line, console
 from accel_fsdp.config import CLUSTER_ENGINES, JobConfig, engines_taking, read_config, yaml_file
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import MachineFacts, machines
@@ -45,7 +45,7 @@ def write(options: ScriptCommand, script_args: tuple[str, ...]) -> int:
     config, document = read_config(options.file)
     script_args = completed(options.file, config.source, options.script, script_args)
     job = _job_file(options, config, script_args)
-    arguments = flag_words.parse_command_line(job.words)
+    arguments = command_line.parse_command_line(job.words)
     _check_script(job, script_args, arguments)
     settled = place.settle(_machine_0(job), {}, config.values, str(options.file))
     launcher.launcher_words(options.file, options.script, job.words, place=settled, values=config.values)
@@ -77,7 +77,7 @@ def _check_flags(options: ScriptCommand) -> None:
             why, fix = "its job file has no place for it", f"leave out {flag}; it is for {' and '.join(engines)}"
             raise UsageError(f"{flag} for {options.engine}", why=why, fix=fix)
     for name, (pattern, form) in FORMS.items():
-        value, flag = getattr(options, name), flag_words.flag_of(name)
+        value, flag = getattr(options, name), command_line.flag_of(name)
         if value is not None and not re.fullmatch(pattern, str(value), re.ASCII):
             why = "the job file would be misread, or the job would not start"
             raise UsageError(f"{flag} {value} is not {form}", why=why, fix=f"{flag}: {form}; or leave it out")
@@ -94,7 +94,7 @@ def _check_script(job: JobFile, script_args: tuple[str, ...], arguments: Mapping
             why="the script would train without FSDP",
             fix="accel-fsdp launch --machine-rank N --main-process-ip ADDRESS FILE SCRIPT, on each machine",
         )
-    own_flags = flag_words.flags_of(ScriptCommand)
+    own_flags = command_line.flags_of(ScriptCommand)
     if job.uses_sft and (flag := next((word for word in script_args if word.partition("=")[0] in own_flags), "")):
         raise UsageError(
             f"{flag} after SCRIPT would be the script's",
@@ -120,7 +120,7 @@ def _job_file(options: ScriptCommand, config: JobConfig, script_args: tuple[str,
             fix=f"accel-fsdp script --gpus {f'{count}x' if count > 1 else ''}{gpus}xH100-80GB",
         )
     uses_sft = read_launch(options.script, script_args).uses_sft
-    if uses_sft and RESUMES not in flag_words.parse_command_line(script_args):
+    if uses_sft and RESUMES not in command_line.parse_command_line(script_args):
         script_args = (*script_args, f"--{RESUMES}", "auto")
     name = re.sub(r"^(?![a-z])", "job-", re.sub(r"[^a-z0-9]+", "-", options.file.stem.lower()).strip("-"))
     flags = replace(options, name=options.name or name[:40].strip("-"), cpus=options.cpus or CPUS_PER_GPU * gpus)

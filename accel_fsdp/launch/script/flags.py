@@ -4,10 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Optional
 
-import tyro
-
+from accel_fsdp.command_line import arg, positional
 from accel_fsdp.config import CLUSTER_ENGINES, ClusterWord, engines_taking
-from accel_fsdp.flag_words import arg
 from accel_fsdp.units import listed
 
 
@@ -15,9 +13,9 @@ from accel_fsdp.units import listed
 class ScriptCommand:
     """The flags before the script; the script's own arguments follow it."""
 
-    engine: Annotated[tyro.conf.Positional[ClusterWord], arg(f"{listed(CLUSTER_ENGINES, 'or')}.", "ENGINE")]
-    file: Annotated[tyro.conf.Positional[Path], arg("An Accelerate YAML.", "FILE")]
-    script: Annotated[tyro.conf.Positional[Path], arg("The training script, for example train/sft.py.", "SCRIPT")]
+    engine: Annotated[ClusterWord, positional(f"{listed(CLUSTER_ENGINES, 'or')}.", "ENGINE")]
+    file: Annotated[Path, positional("An Accelerate YAML.", "FILE")]
+    script: Annotated[Path, positional("The training script, for example train/sft.py.", "SCRIPT")]
     output: Annotated[Optional[Path], arg("The job file to write.", "FILE", default="it is printed", alias="-o")] = None
     force: Annotated[bool, arg("Overwrite an existing job file.")] = False
     name: Annotated[Optional[str], arg("Name of the job.", "NAME", default="from the YAML's file name")] = None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from importlib import resources
 from string import Template
 
-from accel_fsdp import __version__, flag_words
+from accel_fsdp import __version__, command_line
 from accel_fsdp.hardware import MachineFacts
 from accel_fsdp.launch.script.flags import ScriptCommand
 from accel_fsdp.units import counted
@@ -53,7 +53,7 @@ class JobFile:
 
     def _values(self) -> dict[str, object]:
         flags = self.flags
-        resumes = self.uses_sft and flag_words.parse_command_line(self.words).get(RESUMES) in ("auto", "true")
+        resumes = self.uses_sft and command_line.parse_command_line(self.words).get(RESUMES) in ("auto", "true")
         conditions = {
             "several": self.machines > 1,
             "alone": self.machines == 1,

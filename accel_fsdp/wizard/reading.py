@@ -1,0 +1,156 @@
+"""Reads the answers in an Accelerate YAML: the flags that would produce it. Pure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from accel_fsdp.command_line import parse_command_line
+from accel_fsdp.config import (
+    BY_NAME,
+    DATA_AXES,
+    DEFAULT_ZERO_STAGE,
+    ENGINE_NAMES,
+    EXPERT_FIELD,
+    FSDP_VERSIONS,
+    NULL_IS_ABSENT,
+    STRATEGIES,
+    TRUE_WORDS,
+    Engine,
+    Field,
+    JobConfig,
+    Kind,
+    made_with,
+    script_arguments,
+)
+from accel_fsdp.errors import UsageError
+from accel_fsdp.wizard.answers import Answers
+from accel_fsdp.wizard.questions import QUESTIONS
+
+MESH = "parallelism_config"
+UNKNOWN = (None, -1)
+"""Values that leave a key to the model, to the machine or to the command line; -1 processes are one for each GPU."""
+KEYS = {question.key: question.field for question in QUESTIONS if question.key}
+UNANSWERED = Answers(
+    *("", "full", "cpu", 1, "fsdp", 2, 1, DEFAULT_ZERO_STAGE, "no", 0, "TRANSFORMER_BASED_WRAP", (), 100_000_000),
+    *(False, False, "SHARDED_STATE_DICT", True, "", 0),
+)
+"""What stands for an answer that a file leaves open."""
+
+
+def to_flags(job: JobConfig) -> dict[str, str]:
+    """The flags that would produce this YAML: the inverse of `to_yaml.to_mapping`, as far as the wizard has questions.
+
+    A missing key means Accelerate's default, not the wizard's. Model, method, machine and length are not in a YAML but
+    read from the command in our own header, if there is one.
+    """
+    engine = job.engine
+    if job.other_tool or engine is Engine.NONE:
+        kind = f"distributed_type {job.values.get('distributed_type')} can't be re-edited"
+        raise UsageError(
+            f"this is a configuration of {job.other_tool}, not of Accelerate" if job.other_tool else kind,
+            why="the wizard knows FSDP, DDP, DeepSpeed and TPU",
+            fix="make a new file: accel-fsdp config -o FILE",
+        )
+    flags = {**_header_flags(job.source, ENGINE_NAMES[engine]), "engine": ENGINE_NAMES[engine]}
+    for (section, key), field in KEYS.items():
+        if engine in BY_NAME[section, key].engines:
+            value = effective(job, section, key)
+            if value not in UNKNOWN:
+                flags[field] = class_names(value) if BY_NAME[section, key].kind is Kind.NAMES else str(value)
+    if engine in FSDP_VERSIONS.values():
+        flags["fsdp_version"] = "1" if engine is Engine.FSDP1 else "2"
+    if engine is Engine.FSDP2:
+        flags["strategy"] = _strategy_of_fsdp2(job)
+        flags |= _axes_of(job, flags["strategy"])
+    if engine is Engine.DDP:  # as DDP saves and loads
+        flags |= {"state_dict_type": "FULL_STATE_DICT", "ram_efficient_loading": "False"}
+    if engine is Engine.DEEPSPEED:
+        flags |= _deepspeed(job)
+    if engine is Engine.TPU:
+        flags["activation_checkpointing"] = str(job.on("fsdp_xla_fsdp_grad_ckpt"))
+    return flags
+
+
+def _deepspeed(job: JobConfig) -> dict[str, str]:
+    """Offload and loading; a stage in DeepSpeed's own file counts as 3, as Accelerate takes it."""
+    section = job.section("deepspeed_config")
+    stage = str(effective(job, "deepspeed_config", "zero_stage") or 3)
+    devices = [("offload_optimizer_device", stage != "0"), ("offload_param_device", stage == "3")]
+    used = {str(section.get(key, "none")).lower() for key, is_read in devices if is_read}
+    builds = stage == "3" and str(section.get("zero3_init_flag", True)).lower() in TRUE_WORDS
+    return {"cpu_offload": str(bool({"cpu", "nvme"} & used)), "ram_efficient_loading": str(builds)}
+
+
+def _axes_of(job: JobConfig, strategy: str) -> dict[str, str]:
+    """The sizes of a mesh beside its shards, from the mesh and the script's launch line."""
+    sizes = {"tp": job.mesh["tp"], "dp_replicate": job.mesh["dp_replicate"]} if job.section(MESH) else {}
+    if strategy not in ("4", "5"):
+        sizes.pop("dp_replicate", None)
+    sizes["ep"] = parse_command_line(script_arguments(job.source)).get(EXPERT_FIELD, 1)
+    return {name: str(size) for name, size in sizes.items() if str(size) != "1" or name == "dp_replicate"}
+
+
+def _strategy_of_fsdp2(job: JobConfig) -> str:
+    copies, shards = (job.mesh[axis] for axis in DATA_AXES)
+    hybrid = job.section(MESH) and (copies != 1 or shards == job.number("num_processes"))
+    return str((1 if job.on("fsdp_reshard_after_forward") else 2) + (3 if hybrid else 0))
+
+
+def effective(job: JobConfig, section: str, key: str) -> Any:
+    """The value that Accelerate uses for a key, or for its absence; an unreadable value is returned as written."""
+    content, field = job.section(section), BY_NAME[section, key]
+    value = content.get(key)
+    if value is None and key in content and section == "fsdp_config" and key not in NULL_IS_ABSENT:
+        return str(None)  # the text to which the launcher converts it
+    if key == "fsdp_state_dict_type":
+        return job.state_dict_type or ("FULL_STATE_DICT" if job.full_state_dict else "SHARDED_STATE_DICT")
+    if key == "fsdp_sharding_strategy":
+        return next((number for number, name in STRATEGIES.items() if name == job.strategy), value)
+    if key == "zero_stage" and value is None and "deepspeed_config_file" not in content:
+        return DEFAULT_ZERO_STAGE
+    if key == "mixed_precision" and value is False:  # a bare no
+        return "no"
+    if value is None:
+        return field.default
+    if field.kind is Kind.CHOICE and field.key == "fsdp_auto_wrap_policy":
+        return str(value).upper()
+    return str(value).lower() in TRUE_WORDS if field.kind is Kind.BOOL and is_readable(field, value) else value
+
+
+def is_readable(field: Field, value: Any) -> bool:
+    """Whether Accelerate can read a value; a bare no is false, and no choice."""
+    if field.kind is Kind.NAMES:
+        return bool(value == class_names(value))
+    if field.kind is Kind.INT:  # the launcher converts text
+        return str(value).isdecimal()
+    return field.accepts(value) and not (field.kind is Kind.CHOICE and value is False)
+
+
+def class_names(value: Any) -> str:
+    """Layer classes as Accelerate reads them: without the module of each, and without spaces."""
+    parts = value if isinstance(value, list) else str(value).split(",")
+    return ",".join(str(part).strip().rpartition(".")[2] for part in parts if str(part).strip())
+
+
+def _header_flags(text: str, engine: str) -> dict[str, str]:
+    """Model, method, machine and length from the header; no method if the engine was changed since."""
+    words = made_with(text)
+    fields = {question.flag: question.field for question in QUESTIONS if question.key is None}
+    if words.get("--engine") != engine and engine != "ddp":  # plain DDP takes every method, and is FSDP2's NO_SHARD
+        fields.pop("--method")
+    return {field: words[flag] for flag, field in fields.items() if flag in words}
+
+
+def to_answers(flags: Mapping[str, str]) -> Answers:
+    """The answers of flags that no question has checked, with `UNANSWERED` for the open ones."""
+    values: dict[str, Any] = {**vars(UNANSWERED)}
+    for name, text in flags.items():
+        kind = type(values[name])
+        if kind is bool:
+            values[name] = text.lower() == "true"
+        elif kind is tuple:
+            values[name] = tuple(filter(None, text.split(",")))
+        elif kind is not int:
+            values[name] = text
+        elif text.isdecimal():
+            values[name] = int(text)
+    return Answers(**values)
