@@ -90,7 +90,7 @@ CASES: Mapping[str, tuple[Callable[[Launch], list[Finished]], list[list[str]]]] 
         lambda launch: launch.ended(0, 0),
         [
             [f"{TWICE_0}|machine 1 is missing"],
-            [f"{TWICE_0}|this is machine 0, and it doesn't reach itself at n1"],
+            [f"{TWICE_0}|this is machine 0, and it doesn't reach itself at n1|closed the connection"],
         ],
     ),
     "two of three have one rank": (lambda launch: launch.ended(0, 1, 1, count=3, wait=LONG), [TWICE_1] * 3),
@@ -104,7 +104,7 @@ CASES: Mapping[str, tuple[Callable[[Launch], list[Finished]], list[list[str]]]] 
     "a port that is dropped": (with_a_port_that_is_dropped, [["machine 1 is missing"], [NOT_REACHED]]),
     "machine 0 refuses its own name": (
         with_a_name_of_its_own_alone,
-        [["n1 is 127.0.1.1 on this machine"], [f"{NOT_REACHED}12 s: Connection refused"]],
+        [["n1 is 127.0.1.1 on this machine"], [f"{NOT_REACHED}12 s: Connection refused|closed the connection"]],
     ),
     "other numbers": (with_other_numbers, [[OTHER_NUMBERS]] * 2),
 }

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from accel_fsdp import cli
 from accel_fsdp.errors import UserError
+from accel_fsdp.hardware import host
 from accel_fsdp.launch import meeting, place
 
 YAML = (
@@ -142,24 +143,22 @@ def test_the_first_host_of_slurms_short_lists(name: str, numbers: list[int], wid
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        ("no-such-host.invalid", "the name no-such-host.invalid is unknown"),
+        ("no-such-host.invalid", "this is machine 0, and it doesn't reach itself at no-such-host.invalid"),
         ("localhost", "which no other machine reaches"),
     ],
 )
 def test_where_machines_cannot_meet_is_said_before_ranks_start(address: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        meeting.check_place(address, 29500, 0)
+        meeting.meet(0, 2, address, host.free_port(), {}, seconds=0)
 
 
-def test_a_port_that_is_taken_is_said_with_one_that_is_free() -> None:
+def test_a_port_that_is_taken_is_said() -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=f"port {port} is taken") as refused:
-            meeting.check_place("10.77.0.1", port, 0)
+        with pytest.raises(UserError, match=f"port {taken.getsockname()[1]} is taken") as refused:
+            meeting.meet(0, 2, "10.77.0.1", taken.getsockname()[1], {}, seconds=0)
         assert "--main-process-port" in refused.value.fix
-        meeting.check_place("10.77.0.1", port, 1)
 
 
 @pytest.mark.parametrize("in_file", ["", "main_process_ip: 10.0.0.1\n"])
