@@ -57,8 +57,8 @@ def printed(folder: Path) -> str:
 def test_a_job_that_is_warned_saves_queues_again_and_learns_as_one_process_does(
     cluster: slurm.Cluster, tiny_model: Path, rows: Path, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
-    """SLURM signals ranks and launchers alike, as it does before the time is over; so none of them starts warm."""
-    number = cluster.submit(job_file(tmp_path, tiny_model, rows, monkeypatch, every=2), COLD="1")
+    """SLURM signals ranks and launchers alike, as it does before the time is over."""
+    number = cluster.submit(job_file(tmp_path, tiny_model, rows, monkeypatch, every=2))
     cluster.wait(number, lambda job: completeness.choose(tmp_path / "run").newest is not None, SECONDS)
     cluster.says("scancel", "--signal=USR1", number)
     cluster.wait(number, lambda job: (job["JobState"], job["Restarts"]) == ("PENDING", "1"), SECONDS)

@@ -172,7 +172,7 @@ def test_a_killed_rank_ends_the_job_on_all_machines(job: Job) -> None:
     first, second = hosts.all_ended(job.failing("kill"), SECONDS)
     says_where(first, 0, 1)
     says_where(second, 2)
-    assert "accel-fsdp: rank 3 ended with exit code " in second.output  # of SIGKILL, or of the stub of a warm start
+    assert re.search("accel-fsdp: rank [23] ended with exit code ", second.output)  # rank 2 may be noticed first
     assert "  rank 3: wrote none\n" in second.output
 
 
