@@ -69,7 +69,7 @@ class Run:
     def start(self, run: str, ranks: int) -> "subprocess.Popen[str]":
         """A launch that goes on from the newest complete checkpoint; its output goes to a file."""
         flags = {"model": str(self.work / "model"), "num_processes": str(ranks), "fsdp_version": self.chain.version}
-        answers = interview.answers(interview.interview({**flags, "mixed_precision": "no"}, {}, "defaults"))
+        answers = interview.answers(interview.interview({**flags, "mixed_precision": "no"}, {}, defaults=True))
         (yaml := self.work / "job.yaml").write_text(to_yaml.to_text(answers))
         fixed = {
             **{"model_name_or_path": self.work / "model", "dataset_name": self.work / "rows.jsonl"},
