@@ -29,9 +29,9 @@ from accel_fsdp.checkpoints import completeness
 from accel_fsdp.wizard import interview, to_yaml
 
 SFT = Path(__file__).parent.parent / "train" / "sft.py"
-SEED, STEPS, SAVE_STEPS, ROWS = 20240817, 60, 3, 4
+SEED, STEPS, SAVE_STEPS, ROWS = 20240817, 120, 3, 4
 LIFE_SECONDS = 180
-LOSS = re.compile(r"^\{'loss'", re.MULTILINE)
+STEP = re.compile(r"^step (\d+)/", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Run:
         known = set(self.half_written(place))
         launcher = self.start("killed", ranks)
         deadline = time.monotonic() + LIFE_SECONDS
-        while not LOSS.search(self.output) or (kind != "any" and not set(self.half_written(place)) - known):
+        while not STEP.search(self.output) or (kind != "any" and not set(self.half_written(place)) - known):
             if launcher.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"{self.chain.name}, {kind}: {self.output[-3000:]}")
             time.sleep(0.002)
@@ -120,14 +120,8 @@ class Run:
         half = len(self.half_written(self.work / "killed")) + len(self.half_written(self.work / "store" / "killed"))
         if kind == "upload":
             shutil.rmtree(self.work / "killed")
-        resumed = re.findall(r"checkpoint-(\d+)", "\n".join(re.findall(r".*resum.*", self.output)))
-        reached = before + len(LOSS.findall(self.output))
-        row = {
-            "before": before,
-            "resumed": int(resumed[0]) if resumed else 0,
-            "half": half,
-            "lost": reached - self.newest(),
-        }
+        steps = [int(step) for step in STEP.findall(self.output)]
+        row = {"before": before, "resumed": min(steps) - 1, "half": half, "lost": max(steps) - self.newest()}
         print(self.chain.name, kind, row, flush=True)
         return row
 
@@ -143,7 +137,7 @@ class Run:
         kinds = [kind for kind, count in self.chain.kills.items() for _ in range(count)]
         dice.shuffle(kinds)
         ranks = [self.chain.ranks[number % len(self.chain.ranks)] for number in range(len(kinds) + 1)]
-        kills = [self.killed(kind, count, dice.uniform(0, 2)) for kind, count in zip(kinds, ranks, strict=False)]
+        kills = [self.killed(kind, count, dice.uniform(0, 1)) for kind, count in zip(kinds, ranks, strict=False)]
         for run in ("killed", "straight"):
             if self.start(run, ranks[-1]).wait(LIFE_SECONDS):
                 raise RuntimeError(self.output[-3000:])
