@@ -15,7 +15,7 @@ PIP_NEWEST := $(NEWEST)/bin/pip install --quiet --disable-pip-version-check --co
 # What builds, checks and tries the wheel and the sdist, in an environment of its own, without torch.
 DIST ?= .venv-dist
 
-.PHONY: demo dist site test test-all test-oldest test-newest against lint check docs clean
+.PHONY: demo dist site test test-all test-oldest test-newest lint check docs clean
 
 # The demo runs two ranks: on GPUs where there are two, else on the CPU.
 demo: export CUDA_VISIBLE_DEVICES := $(shell [ "$$(nvidia-smi -L 2>/dev/null | wc -l)" -ge 2 ] && echo "$${CUDA_VISIBLE_DEVICES-0,1}")
@@ -55,10 +55,6 @@ test-oldest: $(OLDEST)/.test
 test-newest: export PATH := $(CURDIR)/$(NEWEST)/bin:$(PATH)
 test-newest: $(NEWEST)/.test
 	python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --runslow
-
-# What a version of a library that isn't installed changes of what this package uses inside of it.
-against: $(VENV)/.test
-	python tests/upgrades.py $(VERSION)
 
 lint: $(VENV)/.test
 	ruff check .
