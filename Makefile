@@ -45,7 +45,7 @@ dist: $(DIST)/.tools
 test: $(VENV)/.test
 	python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-test-all: $(VENV)/.test
+test-all: $(VENV)/.nightly
 	python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --runslow
 
 test-oldest: export PATH := $(CURDIR)/$(OLDEST)/bin:$(PATH)
@@ -83,6 +83,10 @@ $(VENV)/.test: $(VENV)/.base
 	$(PIP) --editable '.[test]'
 	touch $@
 
+$(VENV)/.nightly: $(VENV)/.test
+	$(PIP) --editable '.[nightly]'
+	touch $@
+
 $(DIST)/.tools: constraints.txt
 	test -x $(DIST)/bin/python || $(PYTHON) -m venv $(DIST)
 	$(DIST)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt build hatchling twine uv
@@ -91,14 +95,14 @@ $(DIST)/.tools: constraints.txt
 $(OLDEST)/.test: constraints-oldest.txt pyproject.toml
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	$(PIP_OLDEST) torch
-	$(PIP_OLDEST) --editable '.[train]' hypothesis jsonschema pexpect psutil pyte pytest pytest-rerunfailures pytest-timeout pytest-xdist tensorboard
+	$(PIP_OLDEST) --editable '.[train]' hypothesis jsonschema pexpect psutil pytest pytest-rerunfailures pytest-timeout pytest-xdist tensorboard
 	touch $@
 
 $(NEWEST)/.test: constraints.txt constraints-newest.txt pyproject.toml
 	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
 	grep --invert-match '^torch==' constraints.txt | cat - constraints-newest.txt > $(NEWEST)/constraints.txt
 	$(PIP_NEWEST) torch
-	$(PIP_NEWEST) --editable '.[test]'
+	$(PIP_NEWEST) --editable '.[nightly]'
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.base
