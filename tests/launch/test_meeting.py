@@ -2,13 +2,12 @@
 
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import hosts
 import pytest
-from conftest import ROOT, Finished, made_yaml, run
+from conftest import ROOT, Finished, made_yaml
 
 from accel_fsdp.launch.agreement import MAY_DIFFER, difference
 
@@ -170,9 +169,3 @@ def test_one_setting_that_differs_is_enough() -> None:
     ]  # fmt: skip
     members[3][1][MAY_DIFFER] = "rows, seed"
     assert difference(members) is None
-
-
-def test_a_time_that_cannot_be() -> None:
-    refused = run([sys.executable, "-m", "accel_fsdp", "launch", "--timeout", "0", "job.yaml", "own.py"])
-    assert refused.code == 2
-    assert "error: --timeout 0" in refused.output
