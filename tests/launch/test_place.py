@@ -86,7 +86,7 @@ CASES: Sequence[tuple[str, Mapping[str, str], Sequence[str], str]] = [
         for name in ENGINES
     ),
     # Fewer processes than GPUs are allowed
-    (f"{YAML}num_machines: 2\nnum_processes: 2\n", SLURM, (), "num_processes 2 ("),
+    (f"{YAML}num_machines: 2\nnum_processes: 2\n", SLURM, (), "uses some of 8 GPUs"),
     (TWO, SLURM, ("--num-processes", "4"), "--num_processes 4 "),
     (TWO, SLURM, ("--num-processes", "16"), "--num-processes 16 is on the command line"),
     (TWO, PODS, ("--num-processes", "4"), "--num-processes 4 is on"),
