@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -43,7 +43,6 @@ class Chain:
     kills: Mapping[str, int]
     ranks: Sequence[int] = (2,)
     words: Sequence[str] = ()
-    lost: list[int] = field(default_factory=list)
 
 
 CHAINS = (
