@@ -66,7 +66,7 @@ def test_a_secret_in_the_sdist_is_found(built: tuple[Path, Path], tmp_path: Path
         distributions.check_sdist(path)
 
 
-def test_the_wheel_carries_the_scripts(built: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_wheel_carries_scripts_and_yamls(built: tuple[Path, Path], tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     installed = run([*pip, "install", "--no-deps", "--no-index", "--target", tmp_path / "site", built[0]])
     assert installed.code == 0, installed.output
