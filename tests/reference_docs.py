@@ -1,4 +1,4 @@
-"""Files made from the tables: `make docs` writes the schema, the ready-made YAMLs and the figure; the site makes pages."""
+"""Schema, YAMLs and a figure made from the tables, which `make docs` writes, and pages that the site makes."""
 
 import json
 import re

@@ -1,6 +1,6 @@
 """Mistakes that people make, planted one by one: a rehearsal fails on each and names the key, argument or line of it.
 
-mistakes.md beside this file shows the lines.
+docs/rehearse.md shows the lines.
 """
 
 import json
@@ -259,11 +259,11 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "no_sync from the third step on": ("not synced late", {}, "the script", "accelerator.backward(loss * scale)"),
     "weights that rank 0 alone changes": ("rank 0 writes", FSDP2, "the script", ".mul_(1.1)"),
 }  # fmt: skip
-DOCS = " ".join((ROOT / "tests/rehearsal/mistakes.md").read_text().split())
+DOCS = " ".join((ROOT / "docs/rehearse.md").read_text().split())
 
 
 def in_docs(message: str) -> bool:
-    """Whether mistakes.md shows this line, whatever the paths, the numbers and torch's collectives are."""
+    """Whether docs/rehearse.md shows this line, whatever the paths, the numbers and torch's collectives are."""
     plain = re.sub(r"/\S+/(saved|mistaken\.py)(:\d+)?", lambda at: at[1], message)
     shown, plain_text = (re.sub(r"waits in \w+", "waits", re.sub(r"[\d,]+", "N", text)) for text in (DOCS, plain))
     return plain_text in shown
