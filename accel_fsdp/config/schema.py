@@ -176,12 +176,12 @@ FSDP_FIELDS: tuple[Field, ...] = (
     _fsdp("fsdp_reshard_after_forward", Kind.BOOL, True, ONLY2, "true frees gathered parameters after forward and "
           "gathers them again in backward (FULL_SHARD); false keeps them: a third less traffic, a whole model more "
           "memory (SHARD_GRAD_OP)."),
-    _fsdp("fsdp_auto_wrap_policy", Kind.CHOICE, "NO_WRAP", FSDP, "How the model is divided into units. Absent means "
-          "NO_WRAP: one unit, gathered whole.",
+    _fsdp("fsdp_auto_wrap_policy", Kind.CHOICE, "NO_WRAP", FSDP, "How units are made. Absent means NO_WRAP: one unit, "
+          "gathered whole.",
           {"TRANSFORMER_BASED_WRAP": "one unit per transformer layer",
            "SIZE_BASED_WRAP": "a unit per module above a size",
            "NO_WRAP": "one unit for the whole model; saves little memory"},
-          question="How is the model divided into FSDP units?"),
+          question="Which auto-wrap policy?"),
     _fsdp("fsdp_transformer_layer_cls_to_wrap", Kind.NAMES, None, FSDP | XLA, "Layer classes that become units under "
           "TRANSFORMER_BASED_WRAP, joined by commas without spaces. Absent: the model's _no_split_modules.",
           question="Which transformer layer class? (several: comma-separated)"),

@@ -253,7 +253,7 @@ def test_the_table_explains_itself() -> None:
     job = ("--model", LLAMA, "--gpus")
     tight = here("plan", *job, "8xA100-40GB", "--checkpointing", "full", "--batch", "7", "--details")
     assert any(" tight " in line for line in tight.output.splitlines())
-    assert "tight: less, so that it may run out" in tight.text
+    assert "tight: with less, and may run out" in tight.text
     text = shown(*job, "8xH100")
     for words in ("with 2.0 GiB for CUDA and NCCL", "tokens/s per GPU"):
         assert words in text
@@ -295,7 +295,7 @@ def test_gpus_without_expandable_segments_keep_room_for_fragmentation(tmp_path: 
         assert (row["fits"] == "yes") == (row["peak_bytes"] * 1.2 <= room) or row["fits"] == "fails"
     here("plan", *flags, "-o", tmp_path / "fsdp.yaml")
     assert "PYTORCH_ALLOC_CONF" not in (tmp_path / "fsdp.yaml").read_text()
-    assert "20% for gaps, as expandable segments may hang under ROCm" in shown(*flags)
+    assert "20% for fragmentation, as expandable segments may hang under ROCm" in shown(*flags)
 
 
 def test_packed_rows_and_evaluations_take_memory(tmp_path: Path) -> None:
