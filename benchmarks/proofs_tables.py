@@ -1,10 +1,14 @@
-"""The tables of `proofs.py` in RESULTS.md, with the cause of what is trained wrong."""
+"""The tables of `proofs.py` in RESULTS.md, with a numbered note for each thing that isn't right."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from proofs_models import ENGINES, FAMILIES, FEATURES, PLAIN
+
 SCRIPTS = ("Trainer", "TRL", "train/sft.py")
+SIDE_BY_SIDE = ("FSDP1 1", "FSDP2")
+LLAMA = next(iter(FAMILIES))
 CAUSES = (
     (
         r"^(Trainer|TRL)/.*/GPT-2/.* wrong",
@@ -31,30 +35,84 @@ CAUSES = (
 PATHS = re.compile(r"/\S*/(?=\S)")
 
 
+class Notes:
+    """Numbers each text once."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def mark(self, text: str) -> str:
+        if text not in self.texts:
+            self.texts.append(text)
+        return f"[{self.texts.index(text) + 1}]"
+
+
 def tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The section: what each script trains right and wrong, and the causes."""
+    """The section: families by engines, features by engines, scripts side by side, notes."""
+    notes, by_cell = Notes(), {row["cell"]: row for row in rows}
+
+    def cell(script: str, engine: str, family: str, feature: str) -> str:
+        row = by_cell.get("/".join((script, engine, family, feature)))
+        return "" if row is None else shown(row, notes)
+
+    alone = sum(row["outcome"] == "not repeated" and row["plain"] == "right" for row in rows)
+    counts = {outcome: sum(row["outcome"] == outcome for row in rows) for outcome in ("right", "wrong", "refused")}
+    counts |= {"right by the plain loop alone": alone}
+    counts |= {"not compared": len(rows) - sum(counts.values())}
     versions = ", ".join(f"{name} {number}" for name, number in rows[-1]["versions"].items())
-    lines = [*HEAD.splitlines(), "", f"{versions}.", "", "| script | cells | right | wrong | refused | not repeated |"]
-    lines.append("|---" * 6 + "|")
-    for script in SCRIPTS:
-        mine = [row for row in rows if row["cell"].startswith(f"{script}/")]
-        counts = [
-            sum(row["outcome"] == outcome for row in mine) for outcome in ("right", "wrong", "refused", "not repeated")
-        ]
-        lines.append("| " + " | ".join([script, str(len(mine)), *map(str, counts)]) + " |")
-    cells_by_cause: dict[str, list[str]] = {}
-    for row in rows:
-        if row["outcome"] == "wrong":
-            cells_by_cause.setdefault(cause(row), []).append(row["cell"])
-    causes = [f"| {', '.join(cells)} | {text} |" for text, cells in cells_by_cause.items()]
-    return [*lines, "", "| wrong | cause |", "|---|---|", *causes]
+    minutes = sum(row["seconds"] for row in rows) / 60
+    total = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
+    by_engine = [f"Trainer, {LLAMA}", *ENGINES]
+    lines = [
+        *HEAD.splitlines(),
+        "",
+        f"{len(rows)} cells in {minutes:.0f} minutes, on two cores that other work shared:",
+        f"{total}.",
+        f"{versions}.",
+        "",
+        *table(["Trainer", *ENGINES], FAMILIES, lambda family, engine: cell("Trainer", engine, family, PLAIN)),
+        *table(by_engine, FEATURES, lambda feature, engine: cell("Trainer", engine, LLAMA, feature)),
+    ]
+    for engine in SIDE_BY_SIDE:
+        head = [f"{engine}, {LLAMA}", *SCRIPTS]
+        lines += table(head, FEATURES, lambda feature, script, engine=engine: cell(script, engine, LLAMA, feature))
+    last = SIDE_BY_SIDE[-1]
+    lines += table([last, *SCRIPTS], FAMILIES, lambda family, script: cell(script, last, family, PLAIN))
+    lines += table([LLAMA, *SCRIPTS], ENGINES, lambda engine, script: cell(script, engine, LLAMA, PLAIN))
+    return [*lines, *(f"{number}. {text}" for number, text in enumerate(notes.texts, 1))]
 
 
 HEAD = """## What libraries train
 
 `python benchmarks/proofs.py --write`: two steps of two micro-batches of uneven length, of tiny random models on two
-ranks of gloo, four for hybrids. Right: each weight's gradient and the optimizer's step are those of one plain process
-that repeats the step, and of a plain loop over the same rows whose loss is the mean over the step's tokens."""
+ranks of gloo, four for hybrids. A number is the largest distance of a weight's gradient, relative to its norm, from
+one plain process that repeats the step, and from a plain loop over the same rows whose loss is the mean over the
+step's tokens; the optimizer's step is then the one of plain PyTorch too. In bold what is trained otherwise: the ratio
+of all gradients, and the note's number. FSDP1's strategies are numbered as in Accelerate; HSDP is FSDP2 on a mesh of
+2 x 2."""
+
+
+def table(head: Sequence[str], names: Mapping[str, Any], cell: Callable[[str, str], str]) -> list[str]:
+    """A table with a row for each name, and a column for each of the head's others; columns without a cell are left."""
+    columns = [column for column in head[1:] if any(cell(name, column) for name in names)]
+    lines = [f"| {' | '.join([head[0], *columns])} |", "|---" * (len(columns) + 1) + "|"]
+    lines += [f"| {' | '.join([name, *(cell(name, column) for column in columns)])} |" for name in names]
+    return [*lines, ""]
+
+
+def shown(row: Mapping[str, Any], notes: Notes) -> str:
+    """A cell's text."""
+    outcome, apart = row["outcome"], row["apart"]
+    if outcome == "right":
+        return f"{apart:.0e}"
+    sentence = first_sentence(row["said"])
+    if outcome == "refused":
+        return "refused " + notes.mark(f"{row['by']}: {sentence}")
+    if outcome == "not repeated":
+        alone = f"{apart:.0e}" if row["plain"] == "right" else ""
+        return f"{alone} {notes.mark(f'not repeated: {sentence}')}"
+    ratio = "wrong" if row["ratio"] is None else f"{row['ratio']:.4g}"
+    return f"**{ratio}** {notes.mark(cause(row))}"
 
 
 def cause(row: Mapping[str, Any]) -> str:
