@@ -95,23 +95,6 @@ def of_job(config: JobConfig, ranks: int, machines: int, own_classes: tuple[str,
     return replace(job, layout=layout, layer_classes=classes if by_class else ())
 
 
-TITLES = ("unit", "modules", "weights", "on a rank", "ranks that share it")
-
-
-def table(ranks: Mapping[int, Holding]) -> list[tuple[str, ...]]:
-    """A table of the units on the rank that holds most, one row per class and size."""
-    counts: Counter[HeldUnit] = Counter()
-    fullest = _fullest(ranks)
-    for unit in fullest.units:
-        counts[replace(unit, name="")] += 1
-    rows = [
-        (unit.kind, str(count), f"{unit.weights:,}", f"{unit.held:,}", str(unit.ranks))
-        for unit, count in counts.items()
-    ]
-    unsharded_row = [("in no unit", "", f"{fullest.whole:,}", f"{fullest.whole:,}", "1")] if fullest.whole else []
-    return [*rows, *unsharded_row, ("all", "", f"{fullest.weights:,}", f"{fullest.held:,}", "")]
-
-
 def repeated(holding: Holding) -> tuple[str, ...]:
     """The layer class of an unknown model: the most frequent class of its units, if it occurs several times."""
     kinds = Counter(unit.kind for unit in holding.units if unit.name)

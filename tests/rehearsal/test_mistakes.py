@@ -4,7 +4,6 @@ docs/rehearse.md shows the lines.
 """
 
 import json
-import os
 import re
 import socket
 import sys
@@ -19,10 +18,10 @@ import torch
 import yaml
 from conftest import ROOT, accel_fsdp
 
-from accel_fsdp.config import JobConfig, read_config
+from accel_fsdp.config import JobConfig
 from accel_fsdp.hardware import host
 from accel_fsdp.ranks import RankEvent, drawn_rows, gradients, measure, read, script
-from accel_fsdp.rehearsal import blame, effects, job, mistakes, on_cpu, own_script, repeated, replicas
+from accel_fsdp.rehearsal import blame, effects, job, mistakes, own_script, repeated, replicas
 from accel_fsdp.rehearsal.job import Outcome
 
 SCRIPT = ROOT / "tests/rehearsal/mistaken.py"
@@ -547,39 +546,6 @@ def test_a_taken_port_is_not_the_scripts_mistake(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(host, "free_port", lambda: next(ports))
         outcome = job.Rehearsed(tmp_path, script, cold=True).launch("script", JobConfig(values), ())
     assert outcome.code == 0, outcome.output
-
-
-def test_launch_says_which_rank_had_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A rank that leaves the process group closes its connections, and gloo ends the others' collectives."""
-    lost = {"kind": "failed", "error": "RuntimeError: Connection closed by peer [127.0.0.1]:1", "wrapped": ""}
-    events = [{**lost, "line": "mine.py:7", "collective": "wait_tensor"}, {"kind": "ended", "code": 0, "line": ""}]
-
-    def launch() -> int:
-        for rank, event in enumerate(events):
-            line = json.dumps({"seconds": 0.0, **event})
-            Path(os.environ["ACCEL_FSDP_EVENTS"], f"{rank}.jsonl").write_text(f"{line}\n")
-        return 1
-
-    assert on_cpu.measured(read_config(yaml_file(tmp_path, FSDP2))[0], launch) == 1
-    message = " ".join(capsys.readouterr().err.split())
-    assert "error: the ranks wait for each other: rank 0 waits in wait_tensor at mine.py:7; rank 1 has ended" in message
-    assert "fix: every rank must call what all of them do together" in message
-
-
-def test_launch_says_that_ranks_share_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stepped = {"kind": "stepped", "holding": asdict(measure(torch.nn.Linear(2, 2))), "line": ""}
-    rows = {"kind": "rows", "hashes": [[7]], "line": "mine.py:7", "may_share": False}
-
-    def launch() -> int:
-        for rank in range(2):
-            lines = "".join(json.dumps({"seconds": 0.0, **event}) + "\n" for event in (stepped, rows))
-            Path(os.environ["ACCEL_FSDP_EVENTS"], f"{rank}.jsonl").write_text(lines)
-        return 0
-
-    assert on_cpu.measured(read_config(yaml_file(tmp_path, {}))[0], launch) == 1
-    message = " ".join(capsys.readouterr().err.split())
-    assert "all 2 ranks train on the same rows" in message
-    assert "fix: mine.py:7: " in message
 
 
 def still(rank: int, collective: str, line: str = "mine.py:7", long: bool = False) -> RankEvent:

@@ -180,13 +180,10 @@ def test_what_torch_does_to_save_is_no_step(tmp_path: Path) -> None:
 
 
 def test_the_line_and_what_to_write_instead_are_shown(tmp_path: Path) -> None:
-    """By both commands."""
     script = tmp_path / "train.py"
     script.write_text("import torch\nbatch = torch.ones(1)\ngraph = torch.cuda.CUDAGraph()\n")
     file = yaml_file(tmp_path, FSDP1, num_processes=2)
     rehearsal = accel_fsdp("rehearse", file, "--script", script)
-    launch = accel_fsdp("launch", "--cpu", file, script)
-    assert (rehearsal.code, launch.code) == (1, 1)
+    assert rehearsal.code == 1
     assert f"line: {script}:3: graph = torch.cuda.CUDAGraph()" in rehearsal.output
-    for output in (rehearsal.output, launch.output):
-        assert "skip it where the weights are on a CPU" in " ".join(output.split())
+    assert "skip it where the weights are on a CPU" in " ".join(rehearsal.output.split())

@@ -233,48 +233,6 @@ def test_train_sft_draws_the_same_dropout_again_under_fsdp2s_checkpointing(
         assert finished.code == 0, finished.output
 
 
-def test_launch_on_cpu_shows_what_each_rank_holds(tiny_model: Path, tmp_path: Path) -> None:
-    config = tmp_path / "fsdp.yaml"
-    text = (CONFIGS / "fsdp2.yaml").read_text()
-    config.write_text(text.replace("num_processes: 8", "num_processes: 2"))
-    words = [config, SCRIPT, "none", tiny_model, tmp_path / "saved"]
-    finished = accel_fsdp("launch", "--cpu", *words)
-    assert finished.code == 0, finished.output
-    assert "running real FSDP on 2 CPU processes (gloo)" in finished.output
-    rows = [line.split() for line in finished.output.splitlines()]
-    (layer,) = [row for row in rows if row[:1] == ["LlamaDecoderLayer"]]
-    assert layer[1] == "2"
-    assert int(layer[3].replace(",", "")) * 2 == int(layer[2].replace(",", ""))
-    shown = accel_fsdp("launch", "--cpu", "--dry-run", *words).output
-    assert f"/ranks/__main__.py {SCRIPT} none" in shown
-
-
-OWN_UNITS = """import torch
-from torch.distributed.fsdp import fully_shard
-torch.distributed.init_process_group("gloo")
-model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-for layer in model:
-    fully_shard(layer)
-fully_shard(model)
-optimizer = torch.optim.SGD(model.parameters())
-model(torch.ones(2, 8)).sum().backward()
-optimizer.step()
-torch.distributed.destroy_process_group()
-"""
-
-
-def test_launch_on_cpu_says_why_and_what_to_do_where_the_units_differ(tmp_path: Path) -> None:
-    (config := tmp_path / "fsdp.yaml").write_text(
-        (CONFIGS / "fsdp2.yaml").read_text().replace("num_processes: 8", "num_processes: 2")
-    )
-    (script := tmp_path / "own.py").write_text(OWN_UNITS)
-    finished = accel_fsdp("launch", "--cpu", config, script)
-    assert finished.code == 1, finished.output
-    said = " ".join(finished.output.split())
-    assert "error: not what the YAML asks for: LlamaDecoderLayer has 0 modules, 0 units why: on GPUs" in said
-    assert f"fix: {script}:6: the script shards the model itself" in said
-
-
 def job(**values: object) -> JobConfig:
     return JobConfig({"distributed_type": "FSDP", "num_processes": 16, "num_machines": 2, **values})
 
