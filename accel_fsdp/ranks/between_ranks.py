@@ -32,12 +32,6 @@ def copies(updates: Updates, kind: str) -> dict[str, Any] | None:
     return None
 
 
-def line_of(updates: Updates, kind: str, name: str = "") -> str:
-    """The script's line that changed the weight (without a name: any weight), on the first rank that has one."""
-    lines = [line for update in updates for weight, line in update[kind].items() if name in ("", weight)]
-    return next(iter(lines), "")
-
-
 def between(last: Updates, updates: Updates) -> dict[str, Any] | None:
     """A weight that changed completely on some ranks since the last step, and not at all on others."""
     changes: dict[str, dict[int, float]] = {}
@@ -51,7 +45,7 @@ def between(last: Updates, updates: Updates) -> dict[str, Any] | None:
         return None
     shares = changed[partly[0]]
     highest, lowest = (choose(shares, key=shares.__getitem__) for choose in (max, min))
-    return {"name": partly[0], "ranks": [highest, lowest], "line": updates[highest]["changed"].get(partly[0], "")}
+    return {"name": partly[0], "ranks": [highest, lowest], "line": updates[highest]["line"]}
 
 
 def beginning(updates: Updates, plain: Mapping[str, "torch.Tensor"]) -> list[int] | None:

@@ -3,11 +3,10 @@
 import contextlib
 import functools
 import hashlib
-import re
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -33,10 +32,6 @@ MOST_ROWS = 2048
 """The number of rows of an epoch that are recorded."""
 MOST_EPOCHS = 3
 """The number of epochs of a loader that are recorded."""
-MOST_CHARACTERS = 60
-"""The length up to which an attribute's value is compared."""
-ADDRESS = re.compile(r"0x[0-9a-f]+")
-"""A part of Python's names of objects, other in each process."""
 MOST_BY_HAND = 256
 """The first forward passes whose rows are noted where no loader gives them."""
 PREPARED = "accelerator.prepare"
@@ -48,7 +43,7 @@ class DrawnRows:
 
     `start` is a checksum of the data set's first row, where it can be read without side effects. `places` are the rows'
     indices in the data set, None for a stream; `hashes` are checksums of their content, None where the rows of a batch
-    can't be distinguished. `labels` are integers of which a batch has one for each row, such as classes.
+    can't be distinguished.
     `once`: the sampler gives each row of the data set once in an epoch, on all ranks together;
     `is_own`: the sampler isn't torch's. `planned` is the largest number of rows that this rank takes in an epoch.
     `batches` of an epoch: before Accelerate gives each rank its part, and in the part of this rank.
@@ -62,7 +57,6 @@ class DrawnRows:
     epoch: int = 0
     places: list[list[int]] | None = field(default_factory=list)
     hashes: list[list[int] | None] = field(default_factory=list)
-    labels: list[list[int] | None] = field(default_factory=list)
     is_whole: bool = False
     length: int | None = None
     fingerprint: str | None = None
@@ -206,7 +200,6 @@ class ObservedRows:
             rows = drawn.rows.places and drawn.rows.places[len(drawn.rows.hashes) :]
             count = len(rows[0]) if rows else None
             drawn.rows.hashes.append(hashes_of(batch, count))
-            drawn.rows.labels.append(_labels_of(batch, count))
 
     def _report(self, ended: _Pass) -> None:
         loader, rows = ended.loader, ended.rows
@@ -239,17 +232,6 @@ def hashes_of(batch: Any, rows: int | None = None) -> list[int] | None:
     if len(tensors) == 1 and isinstance(mask, torch.Tensor) and mask.shape == tensors[0].shape:
         return [_hash([ids[real.bool()]]) for ids, real in zip(tensors[0], mask, strict=True)]  # without padding
     return [_hash([tensor[row] for tensor in tensors]) for row in range(len(tensors[0]))]
-
-
-def _labels_of(batch: Any, rows: int | None) -> list[int] | None:
-    """The integers of which a batch has one for each row; None if it has none, or several."""
-    import torch
-
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    columns = [part for part in parts if isinstance(part, torch.Tensor) and part.shape == (rows,)]
-    if len(columns) != 1 or columns[0].is_floating_point() or columns[0].is_meta:
-        return None
-    return [int(label) for label in columns[0].tolist()]
 
 
 def _hash(parts: "list[torch.Tensor]") -> int:
@@ -314,47 +296,3 @@ def _gives_once(sampler: Any, rows: int) -> bool:
     if isinstance(sampler, RandomSampler):
         return not sampler.replacement and sampler.num_samples == rows
     return type(sampler) is SequentialSampler
-
-
-class ObservedStreams:
-    """Keeps the prepared streams; the first row of each is read again when the script has ended."""
-
-    def __init__(self) -> None:
-        self.streams: list[tuple[Any, bool]] = []
-
-    def prepared(self, items: Iterable[Any]) -> None:
-        """Called with what `accelerator.prepare` returned."""
-        from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
-        from torch.utils.data import DataLoader, IterableDataset
-
-        for loader in (item for item in items if isinstance(item, DataLoader)):
-            data: Any = loader.dataset
-            if isinstance(data, IterableDatasetShard):
-                self.streams.append((data.dataset, False))
-            elif isinstance(data, IterableDataset):
-                self.streams.append((data, isinstance(loader, DataLoaderDispatcher)))
-
-    def report_end(self, lines: Mapping[int, str]) -> None:
-        """`lines` are those that made the loaders, by the number of their data set."""
-        for number, (stream, is_dispatched) in enumerate(self.streams):
-            attributes, line = _attributes(stream), lines.get(id(stream), "")
-            events.report(
-                "stream", number=number, dispatched=is_dispatched, attributes=attributes, row=_first(stream), line=line
-            )
-
-
-def _attributes(stream: Any) -> dict[str, str]:
-    """The short attributes of a data set, also the rank that `split_dataset_by_node` gave one of datasets."""
-    values = dict(vars(stream))
-    if split := values.get("_distributed"):
-        values["rank"] = split.rank
-    simple = {name: str(value) for name, value in values.items() if isinstance(value, int | float | str | tuple | list)}
-    return {name: text for name, text in simple.items() if len(text) <= MOST_CHARACTERS}
-
-
-def _first(stream: Any) -> str:
-    """A checksum of the first row; empty if there is none."""
-    with contextlib.suppress(Exception):  # a data set's own code may raise any error
-        row = ADDRESS.sub("", repr(next(iter(stream))))
-        return hashlib.blake2b(row.encode(), digest_size=8).hexdigest()
-    return ""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from accel_fsdp.errors import is_installed
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
-from accel_fsdp.ranks import accumulation, buffers, events, lines, outputs, parts, precision, script
+from accel_fsdp.ranks import accumulation, buffers, events, lines, mixed_shards, outputs, parts, precision, script
 from accel_fsdp.ranks.copies import Copy, copied, loaded_in_shards, outermost
 from accel_fsdp.ranks.holding import unwrapped, user_name
 from accel_fsdp.ranks.hooks import has_hooks, hooks_of
@@ -40,6 +40,7 @@ UPDATES = Observation(
     "updates, to repeat them in one process",
     *parts.RELIES_ON,
     *lines.RELIES_ON,
+    *mixed_shards.RELIES_ON,
     Internal("torch.nn:Module.__call__"),
     Internal("torch.autograd:backward", "tensors *"),
     Internal("torch.distributed.fsdp:fully_shard", "module *"),
@@ -83,7 +84,7 @@ class Recorder:
         self.boundary: list[Any] = []
         self.returned: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.remove: list[Callable[[], None]] = []
-        self.lines = ObservedLines(self._is_outside, lambda: self.places)
+        self.lines = ObservedLines()
 
     def install(self) -> None:
         import torch
@@ -108,7 +109,8 @@ class Recorder:
         self.remove.append(replace(torch.nn.Module, "__call__", self._record_call))
         self.remove.append(replace(torch.autograd, "backward", self._record_backward))
         self.remove.append(replace(torch.autograd, "grad", self._differentiate))
-        self.remove += [*self.lines.install(), *ObservedShards(lambda: self._live_models().values()).install()]
+        self.remove += self.lines.install()
+        ObservedShards(lambda: self._live_models().values()).install()
         hooks = [register_optimizer_step_pre_hook(self._begin_step), register_optimizer_step_post_hook(self._end_step)]
         self.remove += [hook.remove for hook in hooks]
 
@@ -154,7 +156,6 @@ class Recorder:
         """Ends the last update, at the end of the script."""
         self._close()
         self._stop()
-        self.lines.report_averaging()
         if self.written:
             unchanged = self._unchanged_weights()
             kept = [place.name for place in self.places if place.parameter.requires_grad and place.name in unchanged]
@@ -168,9 +169,6 @@ class Recorder:
     def _stop(self) -> None:
         while self.remove:
             self.remove.pop()()
-
-    def _is_outside(self) -> bool:
-        return bool(self.copies) and not (self.depth or self.in_backward or self.in_step)
 
     def _record_call(self, original: Callable[..., Any], module: "nn.Module", *args: Any, **kwargs: Any) -> Any:
         import torch
@@ -216,7 +214,6 @@ class Recorder:
         evaluating = [name for name, part in inner.named_modules() if not part.training]
         forward = Forward(number, path, inputs, torch.get_rng_state(), [user_name(name) for name in evaluating])
         forward.buffers = buffers.changed(module, path, self.buffers[number])
-        self.lines.watch_buffers(inner)
         self.update.forwards.append(forward)
         return forward
 
@@ -239,8 +236,7 @@ class Recorder:
         update = Update(weights, trained, precision.of(model), precision.cast(model), precision.reduces(model), why=why)
         update.accumulation, update.unsharded = accumulation.batches(), parts.unsharded(self.places)
         update.divisor = precision.divisor(model)
-        update.changed = self.lines.of(self.places, lambda parameter: parameter)
-        self.lines.forget()
+        self.lines.cleared = ""
         return update
 
     def _live_models(self) -> "dict[int, nn.Module]":
@@ -319,7 +315,7 @@ class Recorder:
             update.backwards += 1
             update.reduced = self._gradients()
             update.unsynced = self.lines.unsynced
-            self.lines.forget()
+            self.lines.cleared = ""
 
     def check_kept(self, update: Update) -> None:
         """Compares the gradients before a backward pass with those after the last one."""
@@ -357,7 +353,6 @@ class Recorder:
         has_hooks = bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
         update.steps.append(Step(names_by_group, settings, states, script.line_of_stack(sys._getframe(2)), has_hooks))
         update.used |= parts.parts(places, lambda parameter: parameter.grad)
-        update.altered |= self.lines.of(places, lambda parameter: parameter.grad)
         update.cleared = update.cleared or self.lines.cleared
 
     def _end_step(self, optimizer: Any, *_: Any) -> None:

@@ -68,9 +68,8 @@ class Update:
     dataloader, `unprepared`: whether before the last one of a step, with gradients that were kept on each rank;
     `unsharded`: the weights in no unit of FSDP.
 
-    Lines of the script: `line` of the last backward pass, `changed` and `altered` of what changed weights before the
-    update and gradients before the step, by weight; `cleared` of what cleared gradients within it, `unsynced` of what
-    kept them on each rank. `why`: the reason why it can't be repeated; or empty.
+    Lines of the script: `line` of the last backward pass, `cleared` of what cleared gradients within the update,
+    `unsynced` of what kept them on each rank. `why`: the reason why it can't be repeated; or empty.
     """
 
     weights: Parts
@@ -92,8 +91,6 @@ class Update:
     midway: bool = False
     unprepared: bool = False
     unsharded: list[str] = field(default_factory=list)
-    changed: dict[str, str] = field(default_factory=dict)
-    altered: dict[str, str] = field(default_factory=dict)
     cleared: str = ""
     unsynced: str = ""
     why: str = ""

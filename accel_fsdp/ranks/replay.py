@@ -109,7 +109,7 @@ class _Repeated:
             raise Unrepeatable("no model of it was copied before it was sharded")
         self.model: nn.Module = model
         self.optimizers = recorder.optimizers[number]
-        self.buffers, self.buffer_lines = recorder.buffers[next(iter(used))], recorder.lines.buffer_lines
+        self.buffers = recorder.buffers[next(iter(used))]
         self.wrapped_at = recorder.wrapped_at
         self.weights = {user_name(path): weight for path, weight in model.named_parameters()}
 
@@ -125,14 +125,13 @@ class _Repeated:
         covered = set(self._stepped_names)
         reduced, used = self._whole_tensors("reduced"), self._whole_tensors("used")
         if not self.number and (ranks := between_ranks.beginning(self.updates, self.weights)):
-            line = between_ranks.line_of(self.updates, "changed")
-            self._report("begins", line or self.wrapped_at, ranks=ranks)
+            self._report("begins", self.wrapped_at, ranks=ranks)
         self._compare_copies("weights", "beginning")
         if ranks := between_ranks.modes(self.updates, self.model):
             self._report("modes", self.first["line"], ranks=ranks)
         self._compare_copies("reduced", "gradient")
         if hidden := next((name for name in used if not _finite(reduced.get(name)) and _finite(used[name])), ""):
-            self._report("hidden", self._line_of_change(hidden), name=hidden)
+            self._report("hidden", self._step_line, name=hidden)
             return
         plain = self._gradients()
         self._compare_buffers()
@@ -177,10 +176,6 @@ class _Repeated:
     @property
     def _stepped_names(self) -> list[str]:
         return [name for step in self.first["steps"] for names in step["names"] for name in names]
-
-    def _line_of_change(self, name: str = "") -> str:
-        """The script's line that changed a gradient between backward and step; else the step's line."""
-        return between_ranks.line_of(self.updates, "altered", name) or self._step_line
 
     def _report(self, what: str, line: str, **content: Any) -> None:
         events.report("otherwise", what=what, update=self.number + 1, line=line, **content)
@@ -297,7 +292,7 @@ class _Repeated:
         known = {rank: value for rank, value in factors.items() if value is not None}
         changed = [share_changed(update["reduced"], update["used"]) for update in self.updates]
         if max(changed) > MOSTLY and min(changed) == 0:
-            self._report("changed-apart", self._line_of_change(), ranks=[changed.index(max(changed)), changed.index(0)])
+            self._report("changed-apart", self._step_line, ranks=[changed.index(max(changed)), changed.index(0)])
             return
         if not known:
             return
@@ -305,12 +300,12 @@ class _Repeated:
             clips = []
         lowest, highest = (choose(known, key=lambda rank: known[rank]) for choose in (min, max))
         if known[highest] - known[lowest] > EXACT * known[highest]:
-            line = clips[-1]["line"] if clips else self._line_of_change()
+            line = clips[-1]["line"] if clips else self._step_line
             self._report("clipped-apart", line, factors=[known[lowest], known[highest]], ranks=[lowest, highest])
             return
         is_summed = len(factors) > 1 and math.isclose(known[lowest], len(factors), rel_tol=EXACT)
         if is_summed and not clips:
-            self._report("summed-again", self._line_of_change(), ranks=len(factors))
+            self._report("summed-again", self._step_line, ranks=len(factors))
         if not clips or len(known) < len(factors):
             return
         if clips[-1]["norm"] != 2:
@@ -331,16 +326,14 @@ class _Repeated:
             line = self.wrapped_at if is_whole else self.first["unsynced"] or self.first["line"]
             self._report("ignored" if is_whole else "copies", line, of=what, **content)
         elif content:
-            line = between_ranks.line_of(self.updates, "changed", content["name"])
-            self._report("copies", line or self._step_line, of=what, **content)
+            self._report("copies", self._step_line, of=what, **content)
 
     def _compare_buffers(self) -> None:
         for forwards in zip(*(update["forwards"] for update in self.with_rows), strict=False):
             with alone():
                 content = buffers.apart(self.model, self.buffers, forwards, self._as_recorded)
             if content:
-                line = self.buffer_lines.get(content["name"]) or self.first["line"]
-                return self._report("buffers", line, **content)
+                return self._report("buffers", self.first["line"], **content)
 
     def _compare_steps(self, before: Tensors, used: Tensors, after: Tensors) -> str:
         """Repeats each optimizer's step with the gradients that it used; returns why it can't, or an empty text."""

@@ -20,8 +20,8 @@ from accel_fsdp.errors import in_a_line
 from accel_fsdp.job import from_run
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.ranks import collectives, drawn_rows, events, hang, holding, raised, script
-from accel_fsdp.ranks.drawn_rows import ObservedRows, ObservedStreams
-from accel_fsdp.ranks.gradients import LeftoverGradients, ObservedGradients, checksum_of
+from accel_fsdp.ranks.drawn_rows import ObservedRows
+from accel_fsdp.ranks.gradients import LeftoverGradients, ObservedGradients
 from accel_fsdp.ranks.hidden_nan import HiddenNan
 from accel_fsdp.ranks.holding import is_unit, measure, unwrapped, user_name
 from accel_fsdp.ranks.hooks import HOOKS, ObservedHooks
@@ -83,7 +83,7 @@ def begin() -> Callable[[], None]:
         CLIPPING: lambda: after(torch.nn.utils, "clip_grad_norm_", _report_clipping),
         CHECKPOINTING: _watch_checkpointing,
         TRACKERS: _watch_trackers,
-        PREPARING: lambda: _watch_prepare(steps.measures, steps.resumes, steps.streams),
+        PREPARING: lambda: _watch_prepare(steps.measures, steps.resumes),
         STEPS: steps.install,
         drawn_rows.LOADERS: steps.drawn.install,
         MODES: steps.modes.install,
@@ -171,7 +171,7 @@ def _watch_trackers() -> None:
     after(Accelerator, "__init__", check_trackers)
 
 
-def _watch_prepare(measures: bool, resumes: ObservedResumes, streams: ObservedStreams) -> None:
+def _watch_prepare(measures: bool, resumes: ObservedResumes) -> None:
     """Measures each model that Accelerate prepares, and records beforehand which of its modules share a weight."""
     import torch
     from accelerate import Accelerator
@@ -186,7 +186,6 @@ def _watch_prepare(measures: bool, resumes: ObservedResumes, streams: ObservedSt
         prepared = result if isinstance(result, tuple | list) else (result,)
         if any(isinstance(item, torch.utils.data.DataLoader) for item in prepared):
             events.report("prepared-rows")
-            streams.prepared(prepared)
         models = [item for item in prepared if isinstance(item, torch.nn.Module)]
         if measures:
             for model, shared in zip(models, before, strict=False):
@@ -246,7 +245,7 @@ class _Steps:
         self.saves = ObservedSaves(self.weights)
         self.gradients = ObservedGradients()
         self.uncovered, self.hidden_nan, self.hooks = UncoveredWeights(), HiddenNan(), ObservedHooks()
-        self.drawn, self.streams = ObservedRows(), ObservedStreams()
+        self.drawn = ObservedRows()
         self.leftover = LeftoverGradients(self.drawn)
         self.schedules = ObservedSchedules()
         self.modes, self.copies = ObservedModes(), ObservedCopies()
@@ -322,7 +321,6 @@ class _Steps:
         """Called at the end of the script."""
         self.weights.report_end(self._outermost())
         self.drawn.report_end(self.rows, self.rows_line)
-        self.streams.report_end(self.drawn.made_at)
         self.schedules.report_end(self.drawn.batches)
         self.uncovered.report_end(self.weights.added_at)
         self.hidden_nan.report_end()
@@ -371,8 +369,7 @@ class _Steps:
             line = self.weights.made_at.get(id(optimizer), "")
             events.report("optimizer", model=name, missing=len(own - trained), strange=len(trained - known), line=line)
             if self.measures:
-                line, summed = self.called_at.get(id(model), ""), checksum_of(model)
-                _report_holding("stepped", model, line=line, gradients=summed)
+                _report_holding("stepped", model, line=self.called_at.get(id(model), ""))
         events.report("rows", hashes=self.rows, line=self.rows_line, may_share=from_run.ranks_may_share_rows())
         self.models.clear()
 

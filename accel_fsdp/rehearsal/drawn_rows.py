@@ -43,7 +43,6 @@ def find(events: Sequence[RankEvent]) -> Iterator[Failure]:
     checks = [_same_rows(events, row_events)]
     checks += [look(of_ranks) for look in (_shared, _lost, _split_twice) for _, of_ranks in sorted(by_loader.items())]
     checks += [_smaller_batches(events, of_ranks) for _, of_ranks in sorted(by_loader.items())]
-    checks += [_other_labels(events), _other_streams(events)]
     checks += [_not_shuffled(events, rank) for rank in sorted({event.rank for event in events})]
     yield from list(chain.from_iterable(checks))[:1]
 
@@ -179,51 +178,6 @@ def _same_data(record: Mapping[str, Any], other_record: Mapping[str, Any]) -> bo
         return False
     tells_apart = all(2 * len(set(rows.values())) > len(rows) for rows in (first_rows, other_rows))
     return True if common and tells_apart else None
-
-
-def _other_labels(events: Sequence[RankEvent]) -> Iterator[Failure]:
-    """Ranks that give the classes of the same rows other numbers, in turn: rows that both have, in different epochs."""
-    by_rank: dict[int, dict[tuple[Any, ...], int]] = {}
-    drawn = [event for event in events if event.kind == "drawn"]
-    for rank, rows in ((event.rank, event.content) for event in drawn):
-        by_place = _by_place({**rows, "hashes": rows["labels"]})
-        labels = {(rows["line"], rows["loader"], place): label for place, label in by_place.items()}
-        by_rank.setdefault(rank, {}).update(labels)
-    for (first, of_first), (other, of_other) in combinations(sorted(by_rank.items()), 2):
-        pairs = [(of_first[row], of_other[row]) for row in of_first.keys() & of_other.keys()]
-        numbers = set(pairs)
-        is_one_to_one = len(numbers) == len({left for left, _ in numbers}) == len({right for _, right in numbers})
-        apart = sorted((left, right) for left, right in numbers if left != right)
-        if apart and is_one_to_one and len(pairs) >= FEWEST_BY_CONTENT:
-            yield mistake(
-                f"rank {first} gives rows the label {apart[0][0]}, to which rank {other} gives {apart[0][1]}",
-                "the same numbers on all ranks: sorted(set(names)), as each process orders a set of strings otherwise",
-                drawn[0].content["line"],
-            )
-            return
-
-
-def _other_streams(events: Sequence[RankEvent]) -> Iterator[Failure]:
-    """Data sets without indices of which the script gives each rank a part, before Accelerate does."""
-    streams: dict[int, dict[int, Mapping[str, Any]]] = {}
-    for event in events:
-        if event.kind == "stream":
-            streams.setdefault(event.content["number"], {})[event.rank] = event.content
-    for of_ranks in streams.values():
-        ranks = sorted(of_ranks)
-        first, last = of_ranks[ranks[0]], of_ranks[ranks[-1]]
-        names = [name for name, text in first["attributes"].items() if last["attributes"].get(name, text) != text]
-        if not names or "" in (first["row"], last["row"]) or first["row"] == last["row"]:
-            continue
-        name = min(names, key=lambda name: ("rank" not in name, name))
-        values = f"{name} {first['attributes'][name]} and {last['attributes'][name]}"
-        then = "all ranks rows of rank 0" if first["dispatched"] else "each rank a part of its own"
-        yield mistake(
-            f"the data sets of ranks {ranks[0]} and {ranks[-1]} give different rows, with {values}, and "
-            f"accelerator.prepare gives {then}: the others are never trained",
-            "all rows on every rank, as accelerator.prepare splits them; or a loader that isn't prepared",
-            first["line"],
-        )
 
 
 def _not_shuffled(events: Sequence[RankEvent], rank: int) -> Iterator[Failure]:

@@ -28,7 +28,7 @@ class Text(NamedTuple):
 def differences(events: Sequence[RankEvent]) -> Iterator[Failure]:
     """Yields the first difference between the ranks and one process, or why no update had an effect."""
     if first := _first_difference(events):
-        if not _averages_weights(events, first):
+        if not _may_part(events, first):
             kind = first["what"]
             yield PLAIN[kind].about(first) if kind in PLAIN else DECIDED[kind](first)
         return
@@ -40,16 +40,16 @@ def _first_difference(events: Sequence[RankEvent]) -> Mapping[str, Any] | None:
     return next((event.content for event in events if event.kind == "otherwise"), None)
 
 
-def _averages_weights(events: Sequence[RankEvent], difference: Mapping[str, Any] | None) -> bool:
-    """Whether the ranks train separately on purpose for some steps, after which the script averages their weights."""
+def _may_part(events: Sequence[RankEvent], difference: Mapping[str, Any] | None) -> bool:
+    """Whether the ranks may train separately on purpose, as where the script averages their weights at intervals."""
     is_apart = difference is not None and difference["what"] == "copies"
-    return is_apart and any(event.kind == "averaged" for event in events)
+    return is_apart and any(event.kind == "combines" for event in events)
 
 
 def summary(events: Sequence[RankEvent]) -> str:
     """The compared values, as the end of a sentence; empty if nothing was recorded."""
-    if _averages_weights(events, _first_difference(events)):
-        return f"; {UNCOMPARED}the script averages the ranks' weights at intervals, not their gradients"
+    if _may_part(events, _first_difference(events)):
+        return f"; {UNCOMPARED}the ranks' copies part, and the script combines the ranks' tensors itself"
     if why := next((event.content["why"] for event in events if event.kind == "unrepeated"), ""):
         return f"; {UNCOMPARED}{why}"
     updates = [event.content for event in events if event.kind == "repeated"]

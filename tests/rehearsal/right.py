@@ -135,16 +135,12 @@ def loss_of(batch: torch.Tensor) -> torch.Tensor:
 
 
 for step, batch in enumerate(loader):
-    if {"averages weights", "averages copies"} & {*WAYS}:  # as local SGD does
+    if "averages weights" in WAYS:  # as local SGD does
         with model.no_sync():
             loss_of(batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step == 2 and "averages copies" in WAYS:
-            vector = nn.utils.parameters_to_vector(model.parameters())
-            torch.distributed.all_reduce(vector)
-            nn.utils.vector_to_parameters(vector / accelerator.num_processes, model.parameters())
-        elif step == 2:
+        if step == 2:
             for weight in model.parameters():
                 torch.distributed.all_reduce(weight.data)
                 weight.data /= accelerator.num_processes

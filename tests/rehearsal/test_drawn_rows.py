@@ -91,16 +91,6 @@ def padded(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": ids != -1}
 
 
-def labelled(label: Callable[[int], int]) -> Callable[[list[torch.Tensor]], dict[str, torch.Tensor]]:
-    """Collates rows with a class each, that of the row's first number modulo 3."""
-    return lambda rows: {"ids": torch.stack(rows), "label": torch.tensor([label(int(row[0]) % 3) for row in rows])}
-
-
-def classified(rank: int, label: Callable[[int], int]) -> Epochs:
-    rows: Any = DataLoader(ROWS, 2, shuffle=True, generator=seeded(1), collate_fn=labelled(label))
-    return again(prepared(rows, rank))
-
-
 def shuffled(seed: int) -> list[int]:
     return torch.randperm(32, generator=seeded(seed)).tolist()  # type: ignore[no-any-return]
 
@@ -148,8 +138,6 @@ RIGHT: dict[str, Callable[[int], Epochs]] = {
     "stream": lambda rank: again(prepared(DataLoader(Stream(ROWS[:21]), 4), rank)),
     "stream with workers": lambda rank: again(prepared(DataLoader(Stream(ROWS[:21]), 4, num_workers=1), rank)),
     "workers": lambda rank: again(prepared(DataLoader(ROWS[:29], 4, num_workers=2), rank)),
-    "classes": lambda rank: classified(rank, lambda number: number),
-    "random classes": lambda rank: classified(rank, lambda _: random.randrange(3)),
     "peeks": peeks,
 }  # fmt: skip
 
@@ -176,10 +164,6 @@ WRONG: dict[str, tuple[Callable[[int], Epochs], str]] = {
     ),
     "stream that each rank shuffles": (
         lambda rank: again(DataLoader(Stream([ROWS[place] for place in shuffled(rank)]), 2), 12), "of 24 rows",
-    ),
-    "classes that each rank numbers": (
-        lambda rank: classified(rank, lambda number: (number + rank) % 3),
-        "rank 0 gives rows the label 0, to which rank 1 gives 1",
     ),
     "no set_epoch": (
         lambda rank: again(unprepared(distributed(rank))),

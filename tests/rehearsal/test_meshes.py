@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import SFT, Finished, accel_fsdp
-from test_mistakes import DOCS, FSDP2, in_docs, yaml_file
+from rehearsals import FSDP2, yaml_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from accel_fsdp.config import JobConfig
@@ -97,8 +97,6 @@ def test_a_norm_of_split_heads_that_is_summed_too_often_is_found(models: Path, t
     step = json.loads(finished.output[finished.output.index("{\n") :])["steps"][-1]
     assert (step["passed"], step["key"]) == (False, "the script"), step
     assert "k_norm.weight differs from that of one process" in step["said"], step
-    assert "a norm of split heads" in DOCS
-    assert in_docs(step["said"]), step["said"]
 
 
 def job(ranks: int, **sizes: int) -> JobConfig:

@@ -7,20 +7,12 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, accel_fsdp, accelerate_launch, run
-from test_mistakes import FSDP1, FSDP2, yaml_file
+from rehearsals import FSDP1, FSDP2, rehearsed, yaml_file
 
 from accel_fsdp import ranks
 
 HERE = ROOT / "tests/rehearsal"
 BOTH = pytest.mark.parametrize("fsdp", [FSDP1, FSDP2], ids=["fsdp1", "fsdp2"])
-
-
-def rehearsed(file: Path, script: Path, *words: str | Path) -> dict[str, Any]:
-    """The last step of its report."""
-    finished = accel_fsdp("rehearse", "--json", file, "--script", script, "--", *words)
-    report = json.loads(finished.output[finished.output.index("{\n") :])
-    step: dict[str, Any] = report["steps"][-1]
-    return step
 
 
 def measured_ranks(folder: Path) -> list[dict[str, Any]]:
@@ -87,15 +79,6 @@ def test_trainer_in_bf16(fsdp: dict[str, Any], tiny_model: Path, tmp_path: Path)
     full = yaml_file(tmp_path, fsdp | {"fsdp_state_dict_type": "FULL_STATE_DICT"})
     step = rehearsed(full, script, tiny_model, tmp_path / "full")
     assert step["passed"], step
-
-
-def test_save_pretrained_of_fsdp2s_shards(tiny_model: Path, tmp_path: Path) -> None:
-    """As in transformers' run_glue_no_trainer.py: what safetensors says of it names neither."""
-    script = HERE / "mistaken.py"
-    step = rehearsed(yaml_file(tmp_path, FSDP2), script, "saves shards", tiny_model, tmp_path / "saved")
-    assert not step["passed"]
-    assert "until then it trained: FSDP2" in step["said"]
-    assert "state_dict=accelerator.get_state_dict(model)" in step["fix"]
 
 
 def test_a_script_that_ends_for_want_of_gpus(tmp_path: Path) -> None:

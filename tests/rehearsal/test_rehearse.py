@@ -30,7 +30,6 @@ RESUMED = [
     "train and save",
     "resume after SIGKILL",
 ]
-SCRIPT = ROOT / "tests/rehearsal/mistaken.py"
 
 
 @pytest.mark.slow(but=1)

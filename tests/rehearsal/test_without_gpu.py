@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, run
-from test_mistakes import FSDP2, yaml_file
-from test_public import rehearsed
+from rehearsals import FSDP2, rehearsed, yaml_file
 
 from accel_fsdp import ranks
 from accel_fsdp.rehearsal import without_gpu
