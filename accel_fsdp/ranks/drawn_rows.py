@@ -5,6 +5,7 @@ import functools
 import hashlib
 import sys
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -41,7 +42,8 @@ PREPARED = "accelerator.prepare"
 class DrawnRows:
     """The rows of one epoch of a loader on a rank, batch by batch.
 
-    `start` is a checksum of the data set's first row, where it can be read without side effects. `places` are the rows'
+    `start` is a checksum of the data set's first row, where it can be read without side effects; `is_whole`: all rows
+    of the epoch are recorded. `places` are the rows'
     indices in the data set, None for a stream; `hashes` are checksums of their content, None where the rows of a batch
     can't be distinguished.
     `once`: the sampler gives each row of the data set once in an epoch, on all ranks together;
@@ -87,6 +89,7 @@ class _Pass:
     loader: _Loader
     indices: "weakref.ref[Any]"
     rows: DrawnRows
+    is_over: bool = False
     given: int = 0
     trained: int = 0
 
@@ -125,7 +128,7 @@ class ObservedRows:
                 batch = give(iterator)
             except StopIteration:
                 if finished := self.passes.get(iterator):
-                    finished.rows.is_whole = True
+                    finished.is_over = True
                 raise
             self._on_batch(iterator, batch)
             return batch
@@ -143,8 +146,8 @@ class ObservedRows:
 
         They are 0 if it didn't, or left the last epoch before its end.
         """
-        ended = self.last.rows if self.last else None
-        return ended.batches if ended and ended.is_whole and ended.batches else (0, 0)
+        ended = self.last
+        return ended.rows.batches if ended and ended.is_over and ended.rows.batches else (0, 0)
 
     def report_end(self, by_hand: list[list[int] | None], line: str) -> None:
         """Reports the remaining rows; `by_hand` are those of the forward passes, for a script without a loader."""
@@ -209,6 +212,7 @@ class ObservedRows:
             loader.number = self.at_line[rows.line]
             self.at_line[rows.line] += 1
         loader.noted += 1
+        rows.is_whole = ended.is_over and sum(map(len, rows.places or ())) < MOST_ROWS
         if not rows.is_whole:  # the loaders of Accelerate take a batch before they give the last one
             trained = max(1, ended.trained - bool(rows.sharders[:1] == [PREPARED]))
             rows.places, rows.hashes = rows.places and rows.places[:trained], rows.hashes[:trained]
@@ -274,17 +278,29 @@ def _facts(indices: Any, dataset: Any) -> dict[str, Any]:
 
 
 def _start(dataset: Any) -> int | None:
-    """The checksum of the tensors in a data set's first row; None if reading it would run the data set's own code."""
+    """The checksum of a data set's first row; None if reading it would run the data set's own code.
+
+    Of an own data set that of the first rows of its attributes, such as a list of texts.
+    """
     import torch
     from torch.utils.data import Subset, TensorDataset
 
     index = 0
     while isinstance(dataset, Subset) and len(dataset):
         dataset, index = dataset.dataset, dataset.indices[index]
-    if not isinstance(dataset, list | tuple | torch.Tensor | TensorDataset) or not len(dataset):
-        return None
-    row = dataset[index]
-    return _hash(list(tensors_in(list(row) if isinstance(row, tuple) else row)))
+    if type(dataset) in (list, tuple, torch.Tensor, TensorDataset):
+        return _hash_of_row(dataset[index]) if len(dataset) else None
+    own = getattr(dataset, "__dict__", {}).values()
+    rows = [_hash_of_row(value[0]) for value in own if isinstance(value, list | tuple | torch.Tensor) and len(value)]
+    return hash(tuple(rows)) if any(rows) else None
+
+
+def _hash_of_row(row: Any) -> int:
+    """0 for a row that has neither tensors nor text or numbers."""
+    tensors = list(tensors_in(list(row) if isinstance(row, tuple) else row))
+    if tensors or not isinstance(row, str | int | float | list | tuple | dict):
+        return _hash(tensors) if tensors else 0
+    return zlib.crc32(repr(row).encode())
 
 
 def _gives_once(sampler: Any, rows: int) -> bool:

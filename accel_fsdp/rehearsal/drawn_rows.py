@@ -11,7 +11,7 @@ from itertools import chain, combinations, pairwise
 from typing import Any
 
 from accel_fsdp.ranks import RankEvent
-from accel_fsdp.rehearsal.absent import OF_RANK, parsed
+from accel_fsdp.rehearsal.absent import names_a_rank, names_of_rank, parsed
 from accel_fsdp.rehearsal.blame import Failure, mistake
 from accel_fsdp.units import counted
 
@@ -23,7 +23,7 @@ SHARE_BY_CONTENT = 1 / 3
 """The share of a rank's rows that another one has too, by content alone: samples drawn at random may share a few."""
 SHARE_OF_PARTS = 1 / 5
 """The same if each rank has a separate data set: two random halves of the same rows share about 1/2."""
-SPLITTING = ("shard", "select", "Subset", "split_dataset_by_node")
+SPLITTING = ("shard", "select", "Subset", "split_dataset_by_node", "range")
 """Functions that take a part of a data set."""
 DRAWING = ("random_split", "train_test_split", "shuffle", "permutation", "randperm", "sample")
 """Functions that order or divide a data set at random."""
@@ -238,11 +238,7 @@ def _contents(rows: Mapping[str, Any]) -> set[int]:
 def line_of_split(script: str) -> int:
     """The first line with a slice or a call of `SPLITTING` that depends on the rank; 0 if there is none."""
     tree = parsed(script)
-    by_rank: set[str] = set()
-    for _ in range(3):  # names computed from the rank, and names computed from those
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Assign) and _has_rank(node.value, by_rank):
-                by_rank |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    by_rank = names_of_rank(tree)
     lines = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.expr) and _splits(node, by_rank)]
     return min(lines, default=0)
 
@@ -262,17 +258,12 @@ def line_of_own_loader(script: str) -> int:
     return max((node.lineno for node in nodes if isinstance(node, ast.Return)), default=0)
 
 
-def _splits(node: ast.expr, by_rank: set[str]) -> bool:
+def _splits(node: ast.expr, by_rank: frozenset[str]) -> bool:
     if isinstance(node, ast.Subscript):
-        return isinstance(node.slice, ast.Slice) and _has_rank(node.slice, by_rank)
+        return names_a_rank(node.slice, by_rank)
     is_split = isinstance(node, ast.Call) and _name(node) in SPLITTING
-    return is_split and any(_has_rank(inner, by_rank) for inner in ast.iter_child_nodes(node))
+    return is_split and any(names_a_rank(inner, by_rank) for inner in ast.iter_child_nodes(node))
 
 
 def _name(call: ast.Call) -> str:
     return getattr(call.func, "attr", "") or getattr(call.func, "id", "")
-
-
-def _has_rank(node: ast.AST, by_rank: set[str]) -> bool:
-    names = [getattr(inner, "attr", "") or getattr(inner, "id", "") for inner in ast.walk(node)]
-    return any(name in by_rank or OF_RANK.search(name) for name in names)
