@@ -9,7 +9,7 @@ from typing import Any
 from accel_fsdp import cpu
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch_environment import LaunchEnvironment
-from accel_fsdp.ranks import events, gpu_as_cpu, hang, raised, recording, replay, script, watch
+from accel_fsdp.ranks import events, gpu_as_cpu, hang, recording, replay, script, watch
 from accel_fsdp.ranks.observing import before
 
 
@@ -50,7 +50,7 @@ def keep_closed_groups() -> None:
 def _code_of_script(report_end: Callable[[], None]) -> int:
     code, error, line = 0, "", ""
     try:
-        script.run(sys.argv[0], raised.code_of)
+        script.run(sys.argv[0])
     except SystemExit as ended:
         line = script.line_of_error(ended)
         if isinstance(ended.code, int | None):

@@ -4,9 +4,9 @@ import linecache
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
-from types import CodeType, FrameType, TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,15 +18,11 @@ STARTERS = ("<string>", "<frozen runpy>")
 """The files of Python's frames that start the watch."""
 
 
-def code_of(source: bytes, path: str) -> CodeType:
-    return compile(source, path, "exec", dont_inherit=True)
-
-
-def run(path: str, compiled: Callable[[bytes, str], CodeType] = code_of) -> None:
-    """Executes a script in `__main__`, with the names that Python would define; `compiled` makes its code."""
+def run(path: str) -> None:
+    """Executes a script in `__main__`, with the names that Python would define."""
     absolute = os.path.abspath(path)  # as Python names it, for any typed path
     with open(path, "rb") as file:
-        code = compiled(file.read(), absolute)
+        code = compile(file.read(), absolute, "exec", dont_inherit=True)
     names = vars(sys.modules["__main__"])
     variables = {name: value for name, value in OF_SOME_PYTHONS.items() if name in names}
     variables |= {"__name__": "__main__", "__file__": absolute, "__loader__": SourceFileLoader("__main__", absolute)}

@@ -4,14 +4,12 @@ Besides the ranks' calls it only reads the script.
 """
 
 import ast
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
 
 from accel_fsdp.ranks import Call, RankEvent, calls_of
-from accel_fsdp.rehearsal.job import CONSEQUENCE
 from accel_fsdp.units import counted
 
 Calls = Mapping[int, Sequence[Call]]
@@ -179,8 +177,6 @@ def _absence_of(mismatch: _Mismatch, events: Sequence[RankEvent]) -> Absence:
         )
     if call.kind == "generate" and not mismatch.is_new:
         return Absence(f"rank {rank} generates more tokens than rank {other}", line, FIXES["lengths"])
-    if caught := _caught(mismatch, events):
-        return caught
     passes = {r: sum(event.kind == "loss" and event.rank == r for event in events) for r in (rank, other)}
     loop = _loop(call)
     if loop and not mismatch.is_new and not (mismatch.other_call and _runs_in(mismatch.other_call.lines, loop)):
@@ -204,21 +200,6 @@ def _absence_of(mismatch: _Mismatch, events: Sequence[RankEvent]) -> Absence:
             f"rank {rank} alone calls {call.function}, where rank {other} calls {other_place}", line, FIXES[call.kind]
         )
     return Absence(f"rank {rank} calls {call.function} where rank {other} calls {other_place}", line, FIXES["other"])
-
-
-def _caught(mismatch: _Mismatch, events: Sequence[RankEvent]) -> Absence | None:
-    """An error that one of the two ranks caught more often, in the loop that makes the call."""
-    loop = _loop(mismatch.call)
-    caught = [event for event in events if event.kind == "caught" and loop and _runs_in(event.content["lines"], loop)]
-    counts = Counter((event.rank, event.content["line"]) for event in caught)
-    for event in caught:
-        error, line = event.content["error"], event.content["line"]
-        peers = {mismatch.rank, mismatch.other} - {event.rank}
-        if len(peers) == 1 and counts[event.rank, line] > counts[peers.pop(), line] and not CONSEQUENCE.search(error):
-            at = _number(event.content["lines"][-1])
-            what = f"rank {event.rank} alone caught an error in line {at} and went on: {error}"
-            return Absence(what, line, FIXES["caught"])
-    return None
 
 
 def _runs_in(lines: Sequence[str], loop: ast.For | ast.While) -> bool:
