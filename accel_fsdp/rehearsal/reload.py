@@ -1,4 +1,4 @@
-"""Loads two exported folders in a fresh process; prints the logits' largest difference, and the largest logit."""
+"""Exports a checkpoint, then loads two exported folders; prints the logits' largest difference, and the largest."""
 
 import sys
 from pathlib import Path
@@ -13,7 +13,11 @@ TOKENS = 32
 
 
 def main() -> None:
-    """Runs `python -m accel_fsdp.rehearsal.reload ONE OTHER`."""
+    """Runs `python -m accel_fsdp.rehearsal.reload ONE OTHER EXPORT-ARGUMENTS`."""
+    from accel_fsdp import cli
+
+    if code := cli.call(["export", *sys.argv[3:]]):
+        sys.exit(code)
     first, second = (_logits(folder) for folder in sys.argv[1:3])
     sys.stdout.write(f"{float((first - second).abs().max())} {float(second.abs().max())}\n")
 

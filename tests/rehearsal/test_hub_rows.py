@@ -142,15 +142,18 @@ WORDS = ("--dataset_train_split", "train_sft", "--columns", "prompt=question", "
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("me/chats", "rows made up, as me/chats can't be read: Couldn't reach 'me/chats' on the Hub (OfflineModeIsEnabled)"),
-        ("/data/me/chats", "rows made up, as /data/me/chats isn't here: /data/me/chats"),
-        ("chats.jsonl", f"rows made up, as chats.jsonl isn't here: {ROOT / 'chats.jsonl'}"),
+        (
+            "me/chats",
+            "as me/chats can't be read: Couldn't reach 'me/chats' on the Hub (OfflineModeIsEnabled)",
+        ),
+        ("/data/me/chats", "as /data/me/chats isn't here: /data/me/chats"),
+        ("chats.jsonl", f"as chats.jsonl isn't here: {ROOT / 'chats.jsonl'}"),
     ],
 )
 def test_made_up_rows_need_no_columns(name: str, message: str, tiny_model: Path, tmp_path: Path) -> None:
     words = ("--dataset_name", name, *WORDS)
     alone = Layout.alone()
     prepared = prepare.prepare(JobConfig({}), str(tiny_model), words, Rehearsed(tmp_path, tmp_path), alone, alone)
-    assert prepared.sentence.endswith(f"; tokenizer real, {message}")
+    assert prepared.sentence.endswith(f"; tokenizer real, rows made up, {message}")
     assert prepared.run.kept == ("--dataset_train_split", "train_sft", "--seed", "7")
     assert [file.name for file in prepared.rows.rglob("*.jsonl")] == ["train_sft-00000-of-00001.jsonl"]
