@@ -100,7 +100,6 @@ CASES = {
     "qwen2.5-vl-7b": Case(
         {"Qwen2_5_VLDecoderLayer", "Qwen2_5_VLVisionBlock"},
         {
-            "text_config.rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
             "vision_config.fullatt_block_indexes": [1],
             "vision_config.depth": 2,
         },
@@ -116,10 +115,6 @@ CASES = {
     "qwen3-next-80b": Case(
         {"Qwen3NextDecoderLayer"},
         {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4},
-    ),
-    "jamba-1.5-mini": Case(
-        {"JambaAttentionDecoderLayer", "JambaMambaDecoderLayer"},
-        {"num_hidden_layers": 5},  # every eighth layer has attention, the fifth first: no list says which
     ),
     "falcon-7b": Case(
         {"FalconDecoderLayer"},
