@@ -16,6 +16,7 @@ from accel_fsdp.ranks.observing import before
 def run() -> None:
     """Runs the script whose name and arguments follow on the command line, and ends this process."""
     del sys.argv[0]
+    script.begin()
     sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
     cpu.begin_rank()
     if cpu.is_needed():

@@ -77,6 +77,20 @@ def test_the_last_lines_of_a_script_are_few_and_short() -> None:
     assert own_script.last_lines("") == ""
 
 
+def test_what_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the project, in packages too, without what is installed in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["scripts/train.py"])
+    monkeypatch.setattr(script, "_started", None)
+    script.begin()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    own = [str(tmp_path / name) for name in ("scripts/train.py", "pkg/checkpoint.py")]
+    others = [str(tmp_path / ".venv/lib/site-packages/x.py"), str(tmp_path / "src/transformers/trainer.py"), "/x.py"]
+    assert [*map(script.is_own, own), *map(script.is_own, others)] == [True, True, False, False, False]
+    assert script.line_of([(own[0], 1), (own[1], 7), (others[0], 3)]) == "pkg/checkpoint.py:7"
+
+
 def test_lines_of_no_file_are_not_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(RIGHT.parent)
     monkeypatch.setattr("sys.argv", [RIGHT.name])
