@@ -62,7 +62,7 @@ class Holding:
     """The weights that a rank holds of one model.
 
     `whole` is the number of weights outside of units, which this rank holds in full. `kinds` counts the model's modules
-    with weights by class.
+    with weights by class. `classes` are the layer classes by which Accelerate wrapped it, where it did.
     """
 
     model: str
@@ -70,6 +70,7 @@ class Holding:
     units: tuple[HeldUnit, ...]
     whole: int
     kinds: dict[str, int]
+    classes: tuple[str, ...] = ()
 
     @property
     def weights(self) -> int:
@@ -98,7 +99,8 @@ def is_alone(event: RankEvent) -> bool:
 
 
 def _parse_holding(content: Mapping[str, Any]) -> Holding:
-    return Holding(**{**content, "units": tuple(HeldUnit(**unit) for unit in content["units"])})
+    units = tuple(HeldUnit(**unit) for unit in content["units"])
+    return Holding(**{**content, "units": units, "classes": tuple(content.get("classes", ()))})
 
 
 def measure(model: "nn.Module") -> Holding:

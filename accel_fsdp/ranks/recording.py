@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.errors import is_installed
+from accel_fsdp.errors import in_a_line, is_installed
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.ranks import accumulation, buffers, events, lines, mixed_shards, outputs, parts, precision, script
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 RECORDS = "ACCEL_FSDP_RECORDS"
 """The variable that names the folder of recorded updates; if it isn't set, nothing is recorded."""
 MOST_UPDATES = 2
+KNOWN_OPTIMIZERS = ("torch.optim.", "transformers.")
+"""Modules whose optimizers communicate with no other rank in a step."""
 DEEPSPEED = "DeepSpeed's engine reduces, clips and clears gradients itself, and steps on copies of its own"
 LOCAL_SGD = "LocalSGD averages the ranks' weights at intervals, not their gradients"
 UPDATES = Observation(
@@ -78,7 +80,8 @@ class Recorder:
         self.begun: Parts = {}
         self.written = 0
         self.depth = 0
-        self.in_backward = self.in_step = False
+        self.in_backward = self.in_step = self.is_scaled = False
+        self.clips: list[Clip] = []
         self.covered: set[str] | None = None
         self.why = self.wrapped_at = ""
         self.boundary: list[Any] = []
@@ -111,8 +114,10 @@ class Recorder:
         self.remove.append(replace(torch.autograd, "grad", self._differentiate))
         self.remove += self.lines.install()
         ObservedShards(lambda: self._live_models().values()).install()
-        hooks = [register_optimizer_step_pre_hook(self._begin_step), register_optimizer_step_post_hook(self._end_step)]
+        begin_step, end_step = (functools.partial(self._try, observe) for observe in (self._begin_step, self._end_step))
+        hooks = [register_optimizer_step_pre_hook(begin_step), register_optimizer_step_post_hook(end_step)]
         self.remove += [hook.remove for hook in hooks]
+        after(torch.amp.GradScaler, "__init__", self._note_scaler)
 
     def keep(self, root: "nn.Module") -> None:
         """Copies a model before it is sharded, unless it is a part of a copied one."""
@@ -137,6 +142,9 @@ class Recorder:
         for model in args:
             if isinstance(model, nn.Module):
                 self.keep(model)
+
+    def _note_scaler(self, *_: Any, **__: Any) -> None:
+        self.is_scaled = True
 
     def _skip_local_sgd(self, local: Any) -> None:
         if local.enabled:
@@ -181,13 +189,23 @@ class Recorder:
             self.keep(module)
         if module not in self.models:
             return original(module, *args, **kwargs)
-        forward = self._begin_forward(module, args, kwargs)
+        forward = self._try(self._begin_forward, module, args, kwargs)
         self.depth += 1
         try:
             result = original(module, *args, **kwargs)
         finally:
             self.depth -= 1
         return result if forward is None else self._watch_output(forward, result)
+
+    def _try(self, observe: Callable[..., Any], *args: Any) -> Any:
+        """Records something; after an error the update can't be repeated, and the script goes on."""
+        try:
+            return observe(*args)
+        except Exception as error:  # of a library's or the user's object
+            self.why = self.why or in_a_line(error)
+            if self.update is not None:
+                self.update.why = self.update.why or self.why
+            return None
 
     def _begin_forward(self, module: "nn.Module", args: Any, kwargs: Any) -> Forward | None:
         import torch
@@ -235,7 +253,8 @@ class Recorder:
             why = why or f"{hook} reduces gradients to something else than their mean"
         update = Update(weights, trained, precision.of(model), precision.cast(model), precision.reduces(model), why=why)
         update.accumulation, update.unsharded = accumulation.batches(), parts.unsharded(self.places)
-        update.divisor = precision.divisor(model)
+        update.divisor, update.scaled = precision.divisor(model), self.is_scaled
+        update.clips, self.clips = self.clips, []
         self.lines.cleared = ""
         return update
 
@@ -302,7 +321,7 @@ class Recorder:
             if reached.weight:
                 update.why = update.why or f"{reached.weight} is used outside of the model's forward"
             if reached.weight or reached.outputs:
-                self.check_kept(update)
+                self._try(self.check_kept, update)
             else:  # no gradient comes to the model
                 update = None
         nested, self.in_backward = self.in_backward, True
@@ -313,7 +332,7 @@ class Recorder:
         if update is not None and not nested:
             update.line = script.line_of_stack(sys._getframe(2))
             update.backwards += 1
-            update.reduced = self._gradients()
+            update.reduced = self._try(self._gradients) or {}
             update.unsynced = self.lines.unsynced
             self.lines.cleared = ""
 
@@ -349,7 +368,8 @@ class Recorder:
         settings = [
             {key: setting(value) for key, value in g.items() if key != "params"} for g in optimizer.param_groups
         ]
-        states = {place.name: states_of(optimizer.state.get(place.parameter, {}), place) for place in places}
+        is_known = f"{type(optimizer).__module__}.".startswith(KNOWN_OPTIMIZERS)  # others' states may refuse a copy
+        states = {p.name: states_of(optimizer.state.get(p.parameter, {}), p) for p in places if is_known}
         has_hooks = bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
         update.steps.append(Step(names_by_group, settings, states, script.line_of_stack(sys._getframe(2)), has_hooks))
         update.used |= parts.parts(places, lambda parameter: parameter.grad)
@@ -370,9 +390,11 @@ class Recorder:
         return [place for place in self.places if place.name in trained]
 
     def _record_clipping(self, parameters: Any, max_norm: Any, norm_type: Any = 2.0, *_: Any, **__: Any) -> None:
-        if self.update is not None:
-            line = script.line_of_stack(sys._getframe(2))
-            self.update.clips.append(Clip(float(max_norm), float(norm_type), self.update.backwards, line))
+        update, line = self.update, script.line_of_stack(sys._getframe(2))
+        if update is None or update.steps:  # before the first forward pass of the next step
+            self.clips.append(Clip(float(max_norm), float(norm_type), 0, line))
+        else:
+            update.clips.append(Clip(float(max_norm), float(norm_type), update.backwards, line))
 
     def _close(self) -> None:
         """Writes an update that has ended with a step."""
@@ -384,6 +406,10 @@ class Recorder:
         self.covered = {name for step in update.steps for group in step.names for name in group}
         rank = LaunchEnvironment.now().rank
         path = self.folder / f"{rank}.{self.written}"
-        torch.save(asdict(update), f"{path}.part")
+        try:
+            torch.save(asdict(update), f"{path}.part")
+        except Exception as error:  # of values in an optimizer's settings
+            unrecorded = Update(update.weights, update.trained, "no", "no", "no", why=in_a_line(error))
+            torch.save(asdict(unrecorded), f"{path}.part")
         os.replace(f"{path}.part", path)
         self.written += 1

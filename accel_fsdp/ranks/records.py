@@ -66,7 +66,7 @@ class Update:
     which FSDP casts weights for a forward pass, `reduces`: that in which it reduces gradients. `dropped`: whether
     gradients were cleared between two backward passes, `midway`: whether it stepped before the last batch of a prepared
     dataloader, `unprepared`: whether before the last one of a step, with gradients that were kept on each rank;
-    `unsharded`: the weights in no unit of FSDP.
+    `unsharded`: the weights in no unit of FSDP; `scaled`: whether the script has a GradScaler.
 
     Lines of the script: `line` of the last backward pass, `cleared` of what cleared gradients within the update,
     `unsynced` of what kept them on each rank. `why`: the reason why it can't be repeated; or empty.
@@ -90,6 +90,7 @@ class Update:
     dropped: bool = False
     midway: bool = False
     unprepared: bool = False
+    scaled: bool = False
     unsharded: list[str] = field(default_factory=list)
     cleared: str = ""
     unsynced: str = ""

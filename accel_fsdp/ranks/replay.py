@@ -17,7 +17,7 @@ from accel_fsdp.ranks.between_ranks import MOSTLY
 from accel_fsdp.ranks.holding import user_name
 from accel_fsdp.ranks.outputs import tensors_in
 from accel_fsdp.ranks.ratios import EXACT, factor, is_changed, norm, ratio, share_changed
-from accel_fsdp.ranks.recording import LOCAL_SGD, Recorder
+from accel_fsdp.ranks.recording import KNOWN_OPTIMIZERS, LOCAL_SGD, Recorder
 from accel_fsdp.ranks.records import united
 from accel_fsdp.time_limits import comes_true
 
@@ -36,8 +36,6 @@ ROUNDED_OUTPUTS = 0.1
 """How far apart the outputs of a forward pass may be in 16 bits; more comes from unrecorded state."""
 FLOOR = 1e-2
 """Gradients that are smaller than this part of the largest one are compared with that part of it: they may be noise."""
-KNOWN_OPTIMIZERS = ("torch.optim.", "transformers.")
-"""Modules whose optimizers communicate with no other rank in a step."""
 
 
 def compare(recorder: Recorder) -> None:
@@ -108,6 +106,7 @@ class _Repeated:
         if model is None:
             raise Unrepeatable("no model of it was copied before it was sharded")
         self.model: nn.Module = model
+        self.precision, self.cast = str(self.first["precision"]), str(self.first["cast"])
         self.optimizers = recorder.optimizers[number]
         self.buffers = recorder.buffers[next(iter(used))]
         self.wrapped_at = recorder.wrapped_at
@@ -122,6 +121,8 @@ class _Repeated:
             raise Unrepeatable(f"the model had no {missing} before it was sharded")
         if self.first["unprepared"]:
             return self._report("unprepared", self._step_line)
+        if not self.number and self.first["precision"] == "fp16" and not self.first["scaled"]:
+            self._report("unscaled", self.first["line"])
         covered = set(self._stepped_names)
         reduced, used = self._whole_tensors("reduced"), self._whole_tensors("used")
         if not self.number and (ranks := between_ranks.beginning(self.updates, self.weights)):
@@ -195,7 +196,7 @@ class _Repeated:
         with torch.no_grad():
             for name, weight in self.weights.items():
                 if name in values:
-                    weight.copy_(precision.rounded(values[name], self.first["cast"]))
+                    weight.copy_(precision.rounded(values[name], self.cast))
         for name, weight in self.weights.items():
             weight.requires_grad_(name in trained and weight.is_floating_point())
             weight.grad = None
@@ -245,8 +246,7 @@ class _Repeated:
             part.training = user_name(path) not in evaluating
         buffers.restore(self.model, self.buffers, forward["buffers"])
         torch.set_rng_state(forward["random"])
-        precision = self.first["precision"]
-        dtype = getattr(torch, LONG_DTYPES[precision]) if precision in LONG_DTYPES else None
+        dtype = getattr(torch, LONG_DTYPES[self.precision]) if self.precision in LONG_DTYPES else None
         return torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None)
 
     def _compare_gradients(self, reduced: Tensors, plain: Tensors) -> float:
@@ -264,7 +264,7 @@ class _Repeated:
             if deviation > worst or math.isnan(deviation):
                 worst, worst_name = deviation, name
         of_all = ratio(reduced, plain)
-        if worst <= tolerance and not self.exact and abs(of_all - 1) > ROUNDED_RATIO:
+        if worst <= tolerance and not self.exact and abs(of_all - 1) > max(ROUNDED_RATIO, self._rounding(plain)):
             self._report("all-gradients", self.first["line"], ratio=of_all)
         if not worst <= tolerance:
             on_ranks = reduced.get(worst_name)
@@ -282,6 +282,11 @@ class _Repeated:
             )
         return worst
 
+    def _rounding(self, plain: Tensors) -> float:
+        """How far rounding to 16 bits moves all gradients of these rows in one process: far where the loss is small."""
+        self.precision = self.cast = "no"
+        return abs(ratio(self._gradients(), plain) - 1)
+
     def _compare_clipping(self, reduced: Tensors, used: Tensors) -> None:
         """Compares the factor between reduced and used gradients on all ranks, and with the requested norm."""
         clips = self.first["clips"]
@@ -290,9 +295,11 @@ class _Repeated:
             return
         factors = {rank: factor(update["reduced"], update["used"]) for rank, update in enumerate(self.updates)}
         known = {rank: value for rank, value in factors.items() if value is not None}
-        changed = [share_changed(update["reduced"], update["used"]) for update in self.updates]
-        if max(changed) > MOSTLY and min(changed) == 0:
-            self._report("changed-apart", self._step_line, ranks=[changed.index(max(changed)), changed.index(0)])
+        shares = enumerate(share_changed(update["reduced"], update["used"]) for update in self.updates)
+        changed = {rank: share for rank, share in shares if share is not None}
+        if changed and max(changed.values()) > MOSTLY and min(changed.values()) == 0:
+            ranks = [choose(changed, key=changed.__getitem__) for choose in (max, min)]
+            self._report("changed-apart", self._step_line, ranks=ranks)
             return
         if not known:
             return

@@ -115,6 +115,11 @@ def _of_schedules(events: Sequence[RankEvent]) -> Iterator[Failure]:
         if content["moves"] > trained + idle:
             what += f": the scheduler moved {content['moves']} times"
         yield mistake(what, FIX, content["line"])
+    steps, planned = trained + idle, content["planned"]
+    if abs(planned - steps) <= 1 and content["moves"] >= 2 * steps > 2:
+        what = f"the learning rate's schedule for {counted(planned, 'step')} has moved {content['moves']} times"
+        yield mistake(f"{what}: with each micro-batch, not with each step", FIX, content["line"])
+        return
     risen = content["risen"]
     if risen["share"] > RISEN:
         what = f"the learning rate rises again: a cosine of {risen['length']} moves has moved {risen['moves']} times"

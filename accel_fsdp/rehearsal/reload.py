@@ -1,5 +1,6 @@
-"""Exports a checkpoint, then loads two exported folders; prints the logits' largest difference, and the largest."""
+"""Exports a checkpoint, then loads two exported folders; writes the logits' largest difference, and the largest."""
 
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,13 +14,14 @@ TOKENS = 32
 
 
 def main() -> None:
-    """Runs `python -m accel_fsdp.rehearsal.reload ONE OTHER EXPORT-ARGUMENTS`."""
+    """Runs `python -m accel_fsdp.rehearsal.reload RESULT ONE OTHER EXPORT-ARGUMENTS`."""
     from accel_fsdp import cli
 
-    if code := cli.call(["export", *sys.argv[3:]]):
+    if code := cli.call(["export", *sys.argv[4:]]):
         sys.exit(code)
-    first, second = (_logits(folder) for folder in sys.argv[1:3])
-    sys.stdout.write(f"{float((first - second).abs().max())} {float(second.abs().max())}\n")
+    first, second = (_logits(folder) for folder in sys.argv[2:4])
+    numbers = [float((first - second).abs().max()), float(second.abs().max())]
+    Path(sys.argv[1]).write_text(json.dumps(numbers), encoding="utf-8")
 
 
 def _logits(folder: str) -> "torch.Tensor":

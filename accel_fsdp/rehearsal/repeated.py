@@ -59,6 +59,8 @@ def summary(events: Sequence[RankEvent]) -> str:
     compared = "gradients and weights of" if not any(update["steps"] for update in updates) else "gradients of"
     compared = "gradients after backward in" if any(update["changed"] for update in updates) else compared
     notes = "".join(f"; its step was not repeated: {update['steps']}" for update in updates[:1] if update["steps"])
+    if _rate_is_0(events):
+        notes += "; the learning rate is 0 in them, so that no weight moves"
     if any(update["changed"] for update in updates):
         notes += "; not repeated: what the script changes in them before the step"
     if uncovered := updates[0]["uncovered"]:
@@ -152,10 +154,13 @@ def _without_effect(events: Sequence[RankEvent]) -> Iterator[Failure]:
         what = f"the optimizer gets no gradient in {counted(len(updates), 'step')}"
         fix = "backward, then optimizer.step(), then zero_grad(); and the last micro-batch of a step outside of no_sync"
         yield mistake(what, fix, updates[0]["cleared_at"] or line)
-    elif not any(event.content["moved"] for event in events if event.kind == "weights"):
-        rates = {rate for update in updates for rate in update["rates"]}
-        why = ": the learning rate is 0" if rates == {0.0} else ""
-        yield mistake(f"no weight moved in any step{why}", "see the optimizer's rate and its schedule", line)
+    elif not _rate_is_0(events) and not any(event.content["moved"] for event in events if event.kind == "weights"):
+        yield mistake("no weight moved in any step", "see the optimizer's rate and its schedule", line)
+
+
+def _rate_is_0(events: Sequence[RankEvent]) -> bool:
+    """Whether the learning rate is 0 in all steps, as at the start of a warm-up: a plain run trains nothing either."""
+    return {rate for event in events if event.kind == "repeated" for rate in event.content["rates"]} == {0.0}
 
 
 def _other_step(content: Mapping[str, Any]) -> Failure:
@@ -242,6 +247,10 @@ PLAIN: Mapping[str, Text] = {
     "step": Text(
         "{optimizer} changes {name} by other values than in one process, apart by {apart:.2g} of their norm",
         "an optimizer that works on each element, such as AdamW, or FSDP2, which gives it whole weights as DTensors",
+    ),
+    "unscaled": Text(
+        "the model computes in fp16, and nothing scales the loss: small gradients become 0",
+        "torch.amp.GradScaler, under FSDP1 its ShardedGradScaler; or bf16, which has the range of float32",
     ),
     "summed-again": Text(
         "between backward and step gradients are multiplied by {ranks}, the number of ranks",

@@ -139,13 +139,14 @@ class SftRehearsal:
         Both in a new process.
         """
         out = self.launcher.folder / "exported"
-        folders = [str(self._output(name) / file_names.FINAL) for name in ("run", ALONE)]
+        compared = self.launcher.folder / "compared.json"
+        folders = [str(compared), *(str(self._output(name) / file_names.FINAL) for name in ("run", ALONE))]
         words = [str(self._output("killed")), str(out), "--model", str(self.small.model.folder), "--verify", "load"]
         merged = ["--merge-adapter"] if self.run.adapter else []
         outcome = self.launcher.python("export", "accel_fsdp.rehearsal.reload", [*folders, *words, *merged])
         if outcome.code:
             raise Failure("the run can't be exported and loaded", output=outcome.tail)
-        difference, largest = (float(word) for word in outcome.output.split()[-2:])
+        difference, largest = json.loads(compared.read_text(encoding="utf-8"))
         if difference > max(self.tolerance, EXACT_LOGITS) * max(largest, 1):
             raise Failure(f"logits differ by {difference:.2g} from those of one process, of up to {largest:.2g}")
         same = f"the logits of final/ are those of one process (apart by {difference:.1g} of {largest:.2g})"

@@ -54,7 +54,7 @@ def _rank_differences(job: Job, rank: int, holding: Holding) -> Iterator[Differe
     if holding.whole and not may_be_whole and not job.ignores_modules:
         yield Difference(f"rank {rank} holds {holding.whole:,} weights whole, in no unit", "", WHOLE)
     yield from _unit_differences(job, rank, holding)
-    for name in job.layer_classes:
+    for name in (job.layer_classes and holding.classes) or job.layer_classes:
         units = sum(unit.kind == name for unit in holding.units)
         modules = holding.kinds.get(name, 0)
         if units < modules or not modules:
@@ -72,7 +72,7 @@ def _unit_differences(job: Job, rank: int, holding: Holding) -> Iterator[Differe
         if unit.held > unit.share:
             yield Difference(f"unit {_name(unit)}: rank {rank} holds {unit.held:,} of {unit.weights:,}", "fsdp_config")
             return
-    inner = [unit for unit in holding.units if unit.kind in job.layer_classes]
+    inner = [unit for unit in holding.units if unit.kind in {*job.layer_classes, *holding.classes}]
     if any(unit.reshards != job.layout.reshards for unit in inner):
         expected_state = "gathered" if job.layout.reshards else "sharded"
         key = "fsdp_reshard_after_forward" if job.engine is Engine.FSDP2 else "fsdp_sharding_strategy"

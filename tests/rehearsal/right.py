@@ -69,6 +69,8 @@ optimizer: Any = torch.optim.AdamW(parameters, lr=1e-3)
 if "learned weight of a loss" in WAYS:
     scaled = nn.Linear(1, 1)
     parameters += scaled.parameters()
+if "rate in a tensor" in WAYS:
+    optimizer = torch.optim.AdamW(parameters, lr=torch.tensor(1e-3))
 if "momentum" in WAYS:
     optimizer = torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1)
 if "groups" in WAYS:

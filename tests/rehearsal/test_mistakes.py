@@ -14,10 +14,10 @@ import yaml
 from conftest import ROOT
 from rehearsals import FSDP1, FSDP2, rehearsed, yaml_file
 
-from accel_fsdp.config import JobConfig
+from accel_fsdp.config import JobConfig, read_config
 from accel_fsdp.hardware import host
-from accel_fsdp.ranks import RankEvent, drawn_rows, gradients, measure, read, script
-from accel_fsdp.rehearsal import blame, effects, job, mistakes, own_script, repeated, replicas
+from accel_fsdp.ranks import HeldUnit, Holding, RankEvent, drawn_rows, gradients, measure, observing, read, script
+from accel_fsdp.rehearsal import blame, effects, job, mistakes, own_script, repeated, replicas, verdict
 from accel_fsdp.rehearsal.job import Outcome
 
 RIGHT = ROOT / "tests/rehearsal/right.py"
@@ -356,3 +356,31 @@ def test_the_end_of_a_long_output_begins_at_a_line() -> None:
     tail = Outcome(1, [], "\n".join(lines)).tail
     assert tail.splitlines() == lines[-len(tail.splitlines()) :]
     assert Outcome(1, [], "short\nlog").tail == "short\nlog"
+
+
+def test_an_observers_error_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCEL_FSDP_EVENTS", str(tmp_path))
+
+    class Owner:
+        def act(self) -> int:
+            return 3
+
+    def fails(_: Owner) -> None:
+        raise TypeError("odd value")
+
+    observing.before(Owner, "act", fails)
+    observing.after(Owner, "act", fails)
+    assert Owner().act() == 3
+    observing.events.report("settings", rate=torch.tensor(0.5))
+    *errors, settings = [event.content for event in read(tmp_path)]
+    assert [error["why"] for error in errors] == ["TypeError: odd value"] * 2
+    assert settings == {"rate": 0.5}
+
+
+def test_each_model_is_judged_by_the_classes_that_it_was_prepared_with(tmp_path: Path) -> None:
+    """As where the classes are set before each of two calls of prepare."""
+    unit = HeldUnit("layer", "BertLayer", 8, 4, 4, 2)
+    bert = Holding("Bert", "FSDP2", (unit, replace(unit, name="", kind="Bert")), 0, {"BertLayer": 1})
+    expected = verdict.of_job(read_config(yaml_file(tmp_path, FSDP2))[0], 2, 1, ())
+    assert [found.key for found in verdict.differences(expected, {0: bert})] == ["fsdp_transformer_layer_cls_to_wrap"]
+    assert not list(verdict.differences(expected, {0: replace(bert, classes=("BertLayer",))}))

@@ -113,6 +113,37 @@ def test_a_reference_model_is_not_what_trains(tmp_path: Path) -> None:
     assert "optim" in REFERENCE.splitlines()[int(optimizer["line"].rpartition(":")[2]) - 1]
 
 
+MISTAKEN = """
+import sys, torch
+from torch import nn
+from accelerate import Accelerator
+accelerator = Accelerator()
+torch.manual_seed(0)
+model, data = nn.Linear(8, 8), torch.utils.data.DataLoader(torch.randn(16, 8), batch_size=2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, data = accelerator.prepare(model, optimizer, data)
+for batch in data:
+    if sys.argv[1] == "clips":
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with torch.autocast("cpu", torch.float16, sys.argv[1] == "fp16"):
+        loss = model(batch).square().mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize(
+    ("way", "says"), [("clips", "clipped before the backward"), ("fp16", "nothing scales the loss")]
+)
+def test_steps_without_an_effect_of_their_own(way: str, says: str, tmp_path: Path) -> None:
+    (script := tmp_path / "train.py").write_text(MISTAKEN)
+    step = rehearsed(yaml_file(tmp_path, {}), script, way)
+    assert not step["passed"], step
+    assert says in step["said"]
+
+
 STATES_ALONE = """
 import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict

@@ -9,7 +9,7 @@ import torch
 from conftest import ROOT
 from rehearsals import FSDP1, FSDP2, rehearsed, yaml_file
 
-from accel_fsdp.ranks import RankEvent, loss_shares
+from accel_fsdp.ranks import RankEvent, between_ranks, loss_shares, ratios
 from accel_fsdp.rehearsal import repeated, report
 
 SCRIPT = ROOT / "tests/rehearsal/right.py"
@@ -20,7 +20,7 @@ BF16 = {"mixed_precision": "bf16"}
 RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "accumulates,own loss,groups,clips,buffers": (FSDP2 | {"fsdp_cpu_ram_efficient_loading": False}, {}),
     "accumulates by hand,frozen weights,momentum,evaluates,average": (FSDP1, {}),
-    "logs a gradient": (FSDP2, {}),
+    "logs a gradient,rate in a tensor": (FSDP2, {}),
     "dropout,two passes,weights clamped,clips values,reference": ({}, {}),
     "gradual unfreezing,loss and logits,clips each micro-batch,summed loss": (
         FSDP1 | {"fsdp_sharding_strategy": "SHARD_GRAD_OP"},
@@ -132,3 +132,24 @@ def test_what_only_ran_is_not_called_proven(capsys: pytest.CaptureFixture[str]) 
     report.conclude(report.Report("a.yaml", steps=steps))
     printed = capsys.readouterr().out.splitlines()
     assert printed[:2] == ["proven here: check", "only ran, not compared with one process: the script"]
+
+
+def test_a_rank_that_holds_nothing_of_a_weight_agrees_with_all_others() -> None:
+    """Of a head with one output, which alone is trained at first, rank 1 has an empty shard."""
+    head, clipped = ([0, 0], torch.ones(1, 4)), ([0, 0], torch.full((1, 4), 0.5))
+    empty = ([1, 0], torch.ones(0, 4))
+    assert ratios.share_changed({"head": head}, {"head": clipped}) == 1
+    assert ratios.share_changed({"head": empty}, {"head": empty}) is None
+    updates = [{"weights": {"head": part}} for part in (clipped, empty)]
+    assert between_ranks.beginning(updates, {"head": torch.ones(1, 4)}) is None
+
+
+def test_a_rate_of_0_is_remarked() -> None:
+    content = {"rates": [0.0], "cleared": False, "changed": False, "apart": 0.0, "steps": "", "line": ""}
+    content |= {"trained": 3, "uncovered": []}
+    still = RankEvent(0, 0.0, "weights", {"moved": False, "still": []})
+    idle, trained = ([RankEvent(0, 0.0, "repeated", {**content, "rates": [rate]}), still] for rate in (0.0, 0.1))
+    assert not list(repeated.differences(idle))
+    assert "the learning rate is 0 in them" in repeated.summary(idle)
+    (mistake,) = repeated.differences(trained)
+    assert mistake.what == "no weight moved in any step"
