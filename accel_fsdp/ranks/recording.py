@@ -165,14 +165,9 @@ class Recorder:
         self._close()
         self._stop()
         if self.written:
-            unchanged = self._unchanged_weights()
-            kept = [place.name for place in self.places if place.parameter.requires_grad and place.name in unchanged]
-            events.report("weights", moved=len(unchanged) < len(self.begun), still=sorted(set(kept)))
-
-    def _unchanged_weights(self) -> set[str]:
-        """The weights whose parts on this rank have the values that they had before the first update."""
-        now = parts.parts(self.places, lambda parameter: parameter)
-        return {name for name, (_, part) in self.begun.items() if name not in now or part.equal(now[name][1])}
+            now = parts.parts(self.places, lambda parameter: parameter)
+            unchanged = (name not in now or part.equal(now[name][1]) for name, (_, part) in self.begun.items())
+            events.report("weights", moved=not all(unchanged))
 
     def _stop(self) -> None:
         while self.remove:

@@ -146,7 +146,6 @@ class _Repeated:
         before, after = self._whole_tensors("weights"), self._whole_tensors("after")
         why = self._compare_steps(before, used, after)
         has_changed = any(not before[name].equal(after[name]) for name in after)
-        uncovered = {name for name, gradient in plain.items() if bool(gradient.any())} - covered
         events.report(
             "repeated",
             update=self.number + 1,
@@ -155,8 +154,6 @@ class _Repeated:
             moved=has_changed,
             cleared=bool(plain) and not any(bool(gradient.any()) for gradient in used.values()),
             rates=[settings.get("lr") for step in self.first["steps"] for settings in step["settings"]],
-            uncovered=sorted(uncovered),
-            trained=len(self.first["trained"]),
             shares=[loss_shares.of_rank(update) for update in self.updates],
             changed=any(map(is_changed, self.updates)),
             line=self._step_line,

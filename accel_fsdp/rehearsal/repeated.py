@@ -33,7 +33,6 @@ def differences(events: Sequence[RankEvent]) -> Iterator[Failure]:
             yield PLAIN[kind].about(first) if kind in PLAIN else DECIDED[kind](first)
         return
     yield from _without_effect(events)
-    yield from _in_no_optimizer(events)
 
 
 def _first_difference(events: Sequence[RankEvent]) -> Mapping[str, Any] | None:
@@ -63,8 +62,9 @@ def summary(events: Sequence[RankEvent]) -> str:
         notes += "; the learning rate is 0 in them, so that no weight moves"
     if any(update["changed"] for update in updates):
         notes += "; not repeated: what the script changes in them before the step"
-    if uncovered := updates[0]["uncovered"]:
-        notes += f"; no optimizer has {first_few(uncovered, 1)}, which have gradients"
+    left: list[str] = next((event.content["kept"] for event in events if event.kind == "uncovered"), [])
+    if left:
+        notes += f"; no optimizer has {first_few(left, 1)}, which have gradients"
     steps = f"the first {len(updates)} steps" if len(updates) > 1 else "the first step"
     return f"; {compared} {steps} are those of one process (apart by {difference:.0e}){notes}"
 
@@ -168,26 +168,6 @@ def _other_step(content: Mapping[str, Any]) -> Failure:
     what = f"each step has {batches}, and each loss is divided by {content['accumulation']}"
     fix = "with accelerator.accumulate(model): around each batch, or leave out gradient_accumulation_steps"
     return Failure(what, "gradient_accumulation_steps", fix, content["line"])
-
-
-def _in_no_optimizer(events: Sequence[RankEvent]) -> Iterator[Failure]:
-    """Some weights get gradients and never change, while more weights do, unlike in a script that trains only a head.
-
-    Weights that join an optimizer later, or that the script changes, don't count.
-    """
-    updates = [event.content for event in events if event.kind == "repeated"]
-    unchanged = [set(event.content["still"]) for event in events if event.kind == "weights"]
-    left = sorted(set(updates[0]["uncovered"]).intersection(*unchanged)) if updates and unchanged else []
-    if left and len(left) < updates[0]["trained"] / 2:
-        fix = "give them to the optimizer, as AdamW(model.parameters()) does; or requires_grad_(False) for them"
-        yield untrained(left, "", fix, events, updates[0]["line"])
-
-
-def untrained(names: Sequence[str], more: str, fix: str, events: Sequence[RankEvent], line: str = "") -> Failure:
-    """The failure of weights in no optimizer, at the line that made one, else at `line`; `more` ends the sentence."""
-    verb = "have gradients and never change" if len(names) > 1 else "has gradients and never changes"
-    lines = (event.content["line"] for event in events if event.kind == "optimizer" and event.content["line"])
-    return mistake(f"no optimizer has {first_few(names, 1)}, which {verb}{more}", fix, next(lines, line))
 
 
 PLAIN: Mapping[str, Text] = {

@@ -17,7 +17,7 @@ from rehearsals import FSDP1, FSDP2, rehearsed, yaml_file
 from accel_fsdp.config import JobConfig, read_config
 from accel_fsdp.hardware import host
 from accel_fsdp.ranks import HeldUnit, Holding, RankEvent, drawn_rows, gradients, measure, observing, read, script
-from accel_fsdp.rehearsal import blame, effects, job, mistakes, own_script, repeated, replicas, verdict
+from accel_fsdp.rehearsal import blame, effects, job, mistakes, own_script, replicas, verdict
 from accel_fsdp.rehearsal.job import Outcome
 
 RIGHT = ROOT / "tests/rehearsal/right.py"
@@ -105,20 +105,6 @@ def test_gradients_alone_may_be_what_a_script_wants() -> None:
     assert not mistakes_of(trained(**none, kept=True, optimizers=0))  # as for maps of what a model looks at
     assert not mistakes_of(trained(**none, kept=False))  # updated by hand, or loaded
     assert not mistakes_of(trained())
-
-
-def test_weights_in_no_optimizer_may_be_meant() -> None:
-    def is_reported(trained: int, still: tuple[list[str], list[str]] = (["head", "a"], ["head"])) -> bool:
-        content = {"uncovered": ["head"], "trained": trained, "line": "", "cleared": False}
-        event_rows = [
-            RankEvent(rank, 0.0, "weights", {"moved": True, "still": names}) for rank, names in enumerate(still)
-        ]
-        event_rows.append(RankEvent(0, 0.0, "moved", {}))  # of a rank that had waited
-        return bool(list(repeated.differences([RankEvent(0, 0.0, "repeated", content), *event_rows])))
-
-    assert is_reported(3)
-    assert not is_reported(2)  # a head alone is trained
-    assert not is_reported(3, (["head"], []))  # later, or by the script
 
 
 def test_weights_may_be_left_out_of_optimizers_on_purpose() -> None:
