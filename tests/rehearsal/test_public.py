@@ -1,48 +1,15 @@
 """Scripts as others write them: what they hold and learn, and what they do that a rehearsal must not take amiss."""
 
-import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import ROOT, accel_fsdp, accelerate_launch, run
+from conftest import ROOT, accel_fsdp, run
 from rehearsals import FSDP1, FSDP2, rehearsed, yaml_file
 
 from accel_fsdp import ranks
 
 HERE = ROOT / "tests/rehearsal"
-BOTH = pytest.mark.parametrize("fsdp", [FSDP1, FSDP2], ids=["fsdp1", "fsdp2"])
-
-
-def measured_ranks(folder: Path) -> list[dict[str, Any]]:
-    """What the processes of plain.py wrote down."""
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-
-
-@pytest.mark.parametrize("fsdp", [FSDP1 | {"fsdp_sync_module_states": False}, FSDP2], ids=["fsdp1", "fsdp2"])
-def test_accelerate_alone_shards_nothing_and_a_rehearsal_does(
-    fsdp: dict[str, Any], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the same losses as one process has. Where FSDP1 syncs module states, Accelerate stops instead."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    file = yaml_file(tmp_path, fsdp, num_processes=2)
-    alone, launched, sharded = (tmp_path / name for name in ("alone", "launched", "sharded"))
-    for folder in (alone, launched, sharded):
-        folder.mkdir()
-    assert run([sys.executable, HERE / "plain.py", tiny_model, alone]).code == 0
-    assert accelerate_launch(file, HERE / "plain.py", tiny_model, launched).code == 0
-    assert rehearsed(file, HERE / "plain.py", tiny_model, sharded)["passed"]
-    (plain,) = measured_ranks(alone)
-    assert [(rank["engine"], rank["held"]) for rank in measured_ranks(launched)] == [
-        ("one process", plain["weights"])
-    ] * 2
-    for rank in measured_ranks(sharded):
-        assert rank["engine"].startswith(f"FSDP{fsdp['fsdp_version']}")
-        assert rank["held"] < 0.6 * rank["weights"]
-        assert rank["losses"] == pytest.approx(plain["losses"], abs=1e-4)
-    assert plain["losses"][-1] < plain["losses"][0] - 0.01
-    assert sum(rank["held"] for rank in measured_ranks(sharded)) >= plain["weights"]
 
 
 def test_a_training_step_that_does_not_divide(tiny_model: Path, tmp_path: Path) -> None:
@@ -66,17 +33,16 @@ def _line_of(script: Path, text: str) -> int:
     return next(number for number, line in enumerate(script.read_text().splitlines(), 1) if text in line)
 
 
-@pytest.mark.slow(but=1)
-@BOTH
-def test_trainer_in_bf16(fsdp: dict[str, Any], tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_trainer_in_bf16(tiny_model: Path, tmp_path: Path) -> None:
     """It runs where no GPU has bf16; `save_model` writes nothing of shards, which the key decides."""
     script = HERE / "with_trainer.py"
-    step = rehearsed(yaml_file(tmp_path, fsdp), script, tiny_model, tmp_path / "saved")
+    step = rehearsed(yaml_file(tmp_path, FSDP2), script, tiny_model, tmp_path / "saved")
     assert not step["passed"]
     assert "Trainer.save_model left" in step["said"]
     assert step["key"] == "fsdp_state_dict_type"
     assert step["line"] == f"{script}:{len(script.read_text().splitlines())}"
-    full = yaml_file(tmp_path, fsdp | {"fsdp_state_dict_type": "FULL_STATE_DICT"})
+    full = yaml_file(tmp_path, FSDP2 | {"fsdp_state_dict_type": "FULL_STATE_DICT"})
     step = rehearsed(full, script, tiny_model, tmp_path / "full")
     assert step["passed"], step
 
