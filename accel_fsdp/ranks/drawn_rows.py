@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.ranks import events, script
-from accel_fsdp.ranks.observing import Observation, after
+from accel_fsdp.ranks.observing import Observation, after, guarded
 from accel_fsdp.ranks.outputs import tensors_in
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class ObservedRows:
         @functools.wraps(draw)
         def next_index(iterator: Any) -> Any:
             index = draw(iterator)
-            self._on_index(iterator, index)
+            guarded(self._on_index)(iterator, index)
             return index
 
         @functools.wraps(give)
@@ -130,7 +130,7 @@ class ObservedRows:
                 if finished := self.passes.get(iterator):
                     finished.is_over = True
                 raise
-            self._on_batch(iterator, batch)
+            guarded(self._on_batch)(iterator, batch)
             return batch
 
         iterators._next_index, iterators.__next__ = next_index, next_batch

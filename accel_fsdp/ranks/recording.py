@@ -190,7 +190,8 @@ class Recorder:
             result = original(module, *args, **kwargs)
         finally:
             self.depth -= 1
-        return result if forward is None else self._watch_output(forward, result)
+        watched = None if forward is None else self._try(self._watch_output, forward, result)
+        return result if watched is None else watched
 
     def _try(self, observe: Callable[..., Any], *args: Any) -> Any:
         """Records something; after an error the update can't be repeated, and the script goes on."""
@@ -312,7 +313,7 @@ class Recorder:
         if update is not None and not self.in_backward:
             roots = tensors if isinstance(tensors, list | tuple) else [tensors]
             names = {id(place.parameter): place.name for place in self.places}
-            reached = outputs.reached(roots, self.boundary, names)
+            reached = self._try(outputs.reached, roots, self.boundary, names) or outputs.Reached(False, "")
             if reached.weight:
                 update.why = update.why or f"{reached.weight} is used outside of the model's forward"
             if reached.weight or reached.outputs:
