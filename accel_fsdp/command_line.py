@@ -137,7 +137,7 @@ def parse(command: str, declared: type, words: Sequence[str], summary: str = "")
         problems = [f"{name} is not a flag of {command}.{did_you_mean(name, flags_of(declared))}" for name in names]
         is_script = unknown[0].endswith(".py") and "--script" in flags_of(declared)
         text = " ".join(problems) or f"{command} does not take the word {unknown[0]}"
-        parser.error(text, fix=f"--script {unknown[0]}" if is_script else "")
+        parser.error(text, f"--script {unknown[0]}" if is_script else "")
     several = {name: tuple(value) for name, value in vars(values).items() if isinstance(value, list)}
     return declared(**{**vars(values), **several})
 
