@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from accel_fsdp import command_line
 from accel_fsdp.errors import guard
 
 if TYPE_CHECKING:
@@ -15,9 +16,9 @@ TOKENS = 32
 
 def main() -> None:
     """Runs `python -m accel_fsdp.rehearsal.reload RESULT ONE OTHER EXPORT-ARGUMENTS`."""
-    from accel_fsdp import cli
+    from accel_fsdp import exporter
 
-    if code := cli.call(["export", *sys.argv[4:]]):
+    if code := exporter.run(command_line.parse("accel-fsdp export", exporter.ExportCommand, sys.argv[4:])):
         sys.exit(code)
     first, second = (_logits(folder) for folder in sys.argv[2:4])
     numbers = [float((first - second).abs().max()), float(second.abs().max())]
