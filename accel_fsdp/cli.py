@@ -9,7 +9,6 @@ import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from io import TextIOWrapper
 from typing import Any
@@ -206,12 +205,9 @@ def _launch(options: Any, script_args: tuple[str, ...]) -> int:
     parses = is_installed("accelerate") or not options.dry_run
     words = launcher.launcher_words(options.file, options.script, script_args, options.cpu, here, job.values)
     args = launcher.parse(options.file, words, here) if parses else None
-    if options.cpu and not options.dry_run:
-        from accel_fsdp import rehearsal
-
-        started = partial(launcher.launch, args, options.timeout, options.hang_timeout)
-        return rehearsal.measured(read[0], started, rehearsal.scaled.expert_parallel_size(script_args))
     if not options.dry_run:
+        if options.cpu:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return launcher.launch(args, options.timeout, options.hang_timeout)
     if is_installed("transformers") and script_args and linter.read_launch(options.script, ()).uses_sft:
         from accel_fsdp.training import arguments

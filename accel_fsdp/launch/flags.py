@@ -30,7 +30,7 @@ class LaunchCommand(PlaceFlags):
     file: Annotated[Path, positional("An Accelerate YAML.", "FILE")]
     script: Annotated[Path, positional("The training script, for example train/sft.py.", "SCRIPT")]
     dry_run: Annotated[bool, arg("Print the command and the environment of the ranks, and start nothing.")] = False
-    cpu: Annotated[bool, arg("Run any script on CPU processes (gloo), then show what each rank held.")] = False
+    cpu: Annotated[bool, arg("Run any script on CPU processes: real FSDP on gloo.")] = False
     timeout: Annotated[int, arg("How long machines wait for each other before ranks start.", "SECONDS")] = 600
     hang_timeout: Annotated[
         Optional[float],

@@ -1,11 +1,9 @@
-from . import averaging as averaging
 from . import flight_records as flight_records
 from . import hang as hang
 from . import holding as holding
 from . import parts as parts
 from . import script as script
 from . import stacks as stacks
-from .averaging import is_alone as is_alone
 from .collectives import Call as Call
 from .collectives import aborted as aborted
 from .collectives import calls_of as calls_of
@@ -18,6 +16,7 @@ from .hang import Location as Location
 from .holding import HeldUnit as HeldUnit
 from .holding import Holding as Holding
 from .holding import holdings as holdings
+from .holding import is_alone as is_alone
 from .holding import measure as measure
 from .recording import RECORDS as RECORDS
 from .watch import HOLD_AFTER as HOLD_AFTER

@@ -32,12 +32,6 @@ def copies(updates: Updates, kind: str) -> dict[str, Any] | None:
     return None
 
 
-def line_of(updates: Updates, kind: str, name: str = "") -> str:
-    """The script's line that changed the weight (without a name: any weight), on the first rank that has one."""
-    lines = [line for update in updates for weight, line in update[kind].items() if name in ("", weight)]
-    return next(iter(lines), "")
-
-
 def between(last: Updates, updates: Updates) -> dict[str, Any] | None:
     """A weight that changed completely on some ranks since the last step, and not at all on others."""
     changes: dict[str, dict[int, float]] = {}
@@ -51,18 +45,21 @@ def between(last: Updates, updates: Updates) -> dict[str, Any] | None:
         return None
     shares = changed[partly[0]]
     highest, lowest = (choose(shares, key=shares.__getitem__) for choose in (max, min))
-    return {"name": partly[0], "ranks": [highest, lowest], "line": updates[highest]["changed"].get(partly[0], "")}
+    return {"name": partly[0], "ranks": [highest, lowest], "line": updates[highest]["line"]}
 
 
 def beginning(updates: Updates, plain: Mapping[str, "torch.Tensor"]) -> list[int] | None:
     """A rank whose weights differ from those of the `plain` model before sharding, and one whose weights are equal."""
-    shares = []
-    for update in updates:
+    shares: dict[int, float] = {}
+    for rank, update in enumerate(updates):
         weights = [(plain[name].detach(), *placed) for name, placed in update["weights"].items() if name in plain]
         changes = [(parts.region(weight, start, part) != part).flatten() for weight, start, part in weights]
         elements = sum(change.numel() for change in changes)
-        shares.append(sum(int(change.sum()) for change in changes) / elements if elements else 0.0)
-    return [shares.index(max(shares)), shares.index(0)] if max(shares) > MOSTLY and min(shares) == 0 else None
+        if elements:
+            shares[rank] = sum(int(change.sum()) for change in changes) / elements
+    if not shares or max(shares.values()) <= MOSTLY or min(shares.values()) > 0:
+        return None
+    return [choose(shares, key=shares.__getitem__) for choose in (max, min)]
 
 
 def modes(updates: Updates, model: "nn.Module") -> list[int] | None:

@@ -3,18 +3,18 @@
 import contextlib
 import functools
 import hashlib
-import re
 import sys
 import weakref
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.ranks import events, script
-from accel_fsdp.ranks.observing import Observation, after
+from accel_fsdp.ranks.observing import Observation, after, guarded
 from accel_fsdp.ranks.outputs import tensors_in
 
 if TYPE_CHECKING:
@@ -33,10 +33,6 @@ MOST_ROWS = 2048
 """The number of rows of an epoch that are recorded."""
 MOST_EPOCHS = 3
 """The number of epochs of a loader that are recorded."""
-MOST_CHARACTERS = 60
-"""The length up to which an attribute's value is compared."""
-ADDRESS = re.compile(r"0x[0-9a-f]+")
-"""A part of Python's names of objects, other in each process."""
 MOST_BY_HAND = 256
 """The first forward passes whose rows are noted where no loader gives them."""
 PREPARED = "accelerator.prepare"
@@ -46,9 +42,10 @@ PREPARED = "accelerator.prepare"
 class DrawnRows:
     """The rows of one epoch of a loader on a rank, batch by batch.
 
-    `start` is a checksum of the data set's first row, where it can be read without side effects. `places` are the rows'
+    `start` is a checksum of the data set's first row, where it can be read without side effects; `is_whole`: all rows
+    of the epoch are recorded. `places` are the rows'
     indices in the data set, None for a stream; `hashes` are checksums of their content, None where the rows of a batch
-    can't be distinguished. `labels` are integers of which a batch has one for each row, such as classes.
+    can't be distinguished.
     `once`: the sampler gives each row of the data set once in an epoch, on all ranks together;
     `is_own`: the sampler isn't torch's. `planned` is the largest number of rows that this rank takes in an epoch.
     `batches` of an epoch: before Accelerate gives each rank its part, and in the part of this rank.
@@ -62,7 +59,6 @@ class DrawnRows:
     epoch: int = 0
     places: list[list[int]] | None = field(default_factory=list)
     hashes: list[list[int] | None] = field(default_factory=list)
-    labels: list[list[int] | None] = field(default_factory=list)
     is_whole: bool = False
     length: int | None = None
     fingerprint: str | None = None
@@ -93,6 +89,7 @@ class _Pass:
     loader: _Loader
     indices: "weakref.ref[Any]"
     rows: DrawnRows
+    is_over: bool = False
     given: int = 0
     trained: int = 0
 
@@ -122,7 +119,7 @@ class ObservedRows:
         @functools.wraps(draw)
         def next_index(iterator: Any) -> Any:
             index = draw(iterator)
-            self._on_index(iterator, index)
+            guarded(self._on_index)(iterator, index)
             return index
 
         @functools.wraps(give)
@@ -131,9 +128,9 @@ class ObservedRows:
                 batch = give(iterator)
             except StopIteration:
                 if finished := self.passes.get(iterator):
-                    finished.rows.is_whole = True
+                    finished.is_over = True
                 raise
-            self._on_batch(iterator, batch)
+            guarded(self._on_batch)(iterator, batch)
             return batch
 
         iterators._next_index, iterators.__next__ = next_index, next_batch
@@ -149,8 +146,8 @@ class ObservedRows:
 
         They are 0 if it didn't, or left the last epoch before its end.
         """
-        ended = self.last.rows if self.last else None
-        return ended.batches if ended and ended.is_whole and ended.batches else (0, 0)
+        ended = self.last
+        return ended.rows.batches if ended and ended.is_over and ended.rows.batches else (0, 0)
 
     def report_end(self, by_hand: list[list[int] | None], line: str) -> None:
         """Reports the remaining rows; `by_hand` are those of the forward passes, for a script without a loader."""
@@ -206,7 +203,6 @@ class ObservedRows:
             rows = drawn.rows.places and drawn.rows.places[len(drawn.rows.hashes) :]
             count = len(rows[0]) if rows else None
             drawn.rows.hashes.append(hashes_of(batch, count))
-            drawn.rows.labels.append(_labels_of(batch, count))
 
     def _report(self, ended: _Pass) -> None:
         loader, rows = ended.loader, ended.rows
@@ -216,6 +212,7 @@ class ObservedRows:
             loader.number = self.at_line[rows.line]
             self.at_line[rows.line] += 1
         loader.noted += 1
+        rows.is_whole = ended.is_over and sum(map(len, rows.places or ())) < MOST_ROWS
         if not rows.is_whole:  # the loaders of Accelerate take a batch before they give the last one
             trained = max(1, ended.trained - bool(rows.sharders[:1] == [PREPARED]))
             rows.places, rows.hashes = rows.places and rows.places[:trained], rows.hashes[:trained]
@@ -239,17 +236,6 @@ def hashes_of(batch: Any, rows: int | None = None) -> list[int] | None:
     if len(tensors) == 1 and isinstance(mask, torch.Tensor) and mask.shape == tensors[0].shape:
         return [_hash([ids[real.bool()]]) for ids, real in zip(tensors[0], mask, strict=True)]  # without padding
     return [_hash([tensor[row] for tensor in tensors]) for row in range(len(tensors[0]))]
-
-
-def _labels_of(batch: Any, rows: int | None) -> list[int] | None:
-    """The integers of which a batch has one for each row; None if it has none, or several."""
-    import torch
-
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    columns = [part for part in parts if isinstance(part, torch.Tensor) and part.shape == (rows,)]
-    if len(columns) != 1 or columns[0].is_floating_point() or columns[0].is_meta:
-        return None
-    return [int(label) for label in columns[0].tolist()]
 
 
 def _hash(parts: "list[torch.Tensor]") -> int:
@@ -292,17 +278,29 @@ def _facts(indices: Any, dataset: Any) -> dict[str, Any]:
 
 
 def _start(dataset: Any) -> int | None:
-    """The checksum of the tensors in a data set's first row; None if reading it would run the data set's own code."""
+    """The checksum of a data set's first row; None if reading it would run the data set's own code.
+
+    Of an own data set that of the first rows of its attributes, such as a list of texts.
+    """
     import torch
     from torch.utils.data import Subset, TensorDataset
 
     index = 0
     while isinstance(dataset, Subset) and len(dataset):
         dataset, index = dataset.dataset, dataset.indices[index]
-    if not isinstance(dataset, list | tuple | torch.Tensor | TensorDataset) or not len(dataset):
-        return None
-    row = dataset[index]
-    return _hash(list(tensors_in(list(row) if isinstance(row, tuple) else row)))
+    if type(dataset) in (list, tuple, torch.Tensor, TensorDataset):
+        return _hash_of_row(dataset[index]) if len(dataset) else None
+    own = getattr(dataset, "__dict__", {}).values()
+    rows = [_hash_of_row(value[0]) for value in own if isinstance(value, list | tuple | torch.Tensor) and len(value)]
+    return hash(tuple(rows)) if any(rows) else None
+
+
+def _hash_of_row(row: Any) -> int:
+    """0 for a row that has neither tensors nor text or numbers."""
+    tensors = list(tensors_in(list(row) if isinstance(row, tuple) else row))
+    if tensors or not isinstance(row, str | int | float | list | tuple | dict):
+        return _hash(tensors) if tensors else 0
+    return zlib.crc32(repr(row).encode())
 
 
 def _gives_once(sampler: Any, rows: int) -> bool:
@@ -314,47 +312,3 @@ def _gives_once(sampler: Any, rows: int) -> bool:
     if isinstance(sampler, RandomSampler):
         return not sampler.replacement and sampler.num_samples == rows
     return type(sampler) is SequentialSampler
-
-
-class ObservedStreams:
-    """Keeps the prepared streams; the first row of each is read again when the script has ended."""
-
-    def __init__(self) -> None:
-        self.streams: list[tuple[Any, bool]] = []
-
-    def prepared(self, items: Iterable[Any]) -> None:
-        """Called with what `accelerator.prepare` returned."""
-        from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
-        from torch.utils.data import DataLoader, IterableDataset
-
-        for loader in (item for item in items if isinstance(item, DataLoader)):
-            data: Any = loader.dataset
-            if isinstance(data, IterableDatasetShard):
-                self.streams.append((data.dataset, False))
-            elif isinstance(data, IterableDataset):
-                self.streams.append((data, isinstance(loader, DataLoaderDispatcher)))
-
-    def report_end(self, lines: Mapping[int, str]) -> None:
-        """`lines` are those that made the loaders, by the number of their data set."""
-        for number, (stream, is_dispatched) in enumerate(self.streams):
-            attributes, line = _attributes(stream), lines.get(id(stream), "")
-            events.report(
-                "stream", number=number, dispatched=is_dispatched, attributes=attributes, row=_first(stream), line=line
-            )
-
-
-def _attributes(stream: Any) -> dict[str, str]:
-    """The short attributes of a data set, also the rank that `split_dataset_by_node` gave one of datasets."""
-    values = dict(vars(stream))
-    if split := values.get("_distributed"):
-        values["rank"] = split.rank
-    simple = {name: str(value) for name, value in values.items() if isinstance(value, int | float | str | tuple | list)}
-    return {name: text for name, text in simple.items() if len(text) <= MOST_CHARACTERS}
-
-
-def _first(stream: Any) -> str:
-    """A checksum of the first row; empty if there is none."""
-    with contextlib.suppress(Exception):  # a data set's own code may raise any error
-        row = ADDRESS.sub("", repr(next(iter(stream))))
-        return hashlib.blake2b(row.encode(), digest_size=8).hexdigest()
-    return ""

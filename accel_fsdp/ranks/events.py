@@ -33,9 +33,14 @@ def report(kind: str, **content: Any) -> None:
     if not folder:
         return
     rank = LaunchEnvironment.now().rank
-    line = json.dumps({"seconds": time.monotonic(), "kind": kind, **content})
+    line = json.dumps({"seconds": time.monotonic(), "kind": kind, **content}, default=_plain)
     with open(Path(folder) / f"{rank}.jsonl", "a", encoding="utf-8") as file:
         file.write(line + "\n")
+
+
+def _plain(value: Any) -> Any:
+    """A value without a JSON type, such as a rate in a tensor, as a number or a text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def ask(folder: Path) -> None:

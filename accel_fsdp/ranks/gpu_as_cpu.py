@@ -11,7 +11,6 @@ import inspect
 import os
 import re
 import sys
-import sysconfig
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -29,18 +28,6 @@ from accel_fsdp.ranks.observing import Observation, replace
 
 NAMES_GPU = re.compile(r"^cuda\b|\bnccl\b|^flash_attention_")
 MENTIONS_GPU = re.compile(r"cuda|nccl|torch\.accelerator")
-LIBRARIES = (
-    "torch",
-    "accelerate",
-    "transformers",
-    "peft",
-    "trl",
-    "deepspeed",
-    "datasets",
-    "bitsandbytes",
-    "accel_fsdp",
-)
-"""Libraries that get torch's own answers even if they are installed in a folder of the user."""
 THROUGH = ("torch.cuda.amp", "torch.cuda.nvtx", "contextlib")
 """Modules that ask on behalf of their callers."""
 
@@ -135,17 +122,7 @@ def _is_of_user(frame: FrameType | None) -> bool:
     """Whether the code of `frame`, or the code that it was called for, is the user's own and not a library's."""
     while frame is not None and frame.f_globals.get("__name__", "").startswith(THROUGH):
         frame = frame.f_back
-    if frame is None or frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
-        return False
-    return not _is_of_library(frame.f_code.co_filename)
-
-
-@functools.cache
-def _is_of_library(file: str) -> bool:
-    path = Path(os.path.abspath(file))
-    if {"site-packages", "dist-packages"} & set(path.parts):
-        return True
-    return path.is_relative_to(sysconfig.get_path("stdlib"))
+    return frame is not None and script.is_own(frame.f_code.co_filename)
 
 
 def _names_gpu(value: Any) -> bool:
@@ -352,14 +329,16 @@ def _translate_loading() -> None:
         _translate(modeling_utils, "check_and_set_device_map", called="from_pretrained", device_map="cpu")
 
 
-def _autocast_on_cpu(original: Callable[..., Any], self: Any, device_type: str, dtype: Any = None, **more: Any) -> None:
+def _autocast_on_cpu(
+    original: Callable[..., Any], self: Any, device_type: str, dtype: Any = None, *more: Any, **options: Any
+) -> None:
     """Maps CUDA to the CPU in the user's own calls: activation checkpointing enters contexts for both devices."""
     import torch
 
     if _names_gpu(device_type) and _is_of_user(sys._getframe(2)):
         _report_use('autocast("cuda")')
         device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
-    original(self, device_type, dtype, **more)
+    original(self, device_type, dtype, *more, **options)
 
 
 def _init_scaler(original: Callable[..., Any], self: Any, device: str = "cuda", *more: Any, **options: Any) -> None:

@@ -74,12 +74,6 @@ def nonzero_part(parameter: Any) -> Any:
     return local_part if local_part is not None and not local_part.is_sparse and bool(local_part.any()) else None
 
 
-def checksum_of(model: Any) -> int:
-    """One checksum of the gradients that a model outside of DDP and FSDP has on this rank; 0 for none, or zeros."""
-    checksums = [_checksum(parameter) for parameter in model.parameters()]
-    return hash(tuple(checksums)) if any(value != CLEARED for value in checksums) else 0
-
-
 def _checksum(parameter: Any) -> int:
     local = None if parameter is None else nonzero_part(parameter)
     return CLEARED if local is None else checksum(local)

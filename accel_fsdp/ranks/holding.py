@@ -3,15 +3,15 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.checkpoints import tensor_names
+from accel_fsdp.config import Engine
 from accel_fsdp.job import from_run
 from accel_fsdp.launch_environment import EXPERT_AXIS, TENSOR_AXIS
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.models import counting
-from accel_fsdp.ranks import averaging
 from accel_fsdp.ranks.events import RankEvent
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Holding:
     """The weights that a rank holds of one model.
 
     `whole` is the number of weights outside of units, which this rank holds in full. `kinds` counts the model's modules
-    with weights by class.
+    with weights by class. `classes` are the layer classes by which Accelerate wrapped it, where it did.
     """
 
     model: str
@@ -70,6 +70,7 @@ class Holding:
     units: tuple[HeldUnit, ...]
     whole: int
     kinds: dict[str, int]
+    classes: tuple[str, ...] = ()
 
     @property
     def weights(self) -> int:
@@ -86,20 +87,20 @@ def holdings(events: Iterable[RankEvent]) -> dict[int, Holding]:
     """The weights that each rank held at its first step, or after `prepare` if it took no step."""
     by_rank: dict[int, Holding] = {}
     all_events = list(events)
-    averaged = averaging.by_script(all_events)
     for kind in ("prepared", "stepped"):
-        of_kind = sorted((event for event in all_events if event.kind == kind), key=averaging.is_alone)
-        contents = ((event.rank, event.content["holding"]) for event in of_kind)
-        by_rank |= {rank: _parse_holding(content) for rank, content in contents if content["model"] not in averaged}
-    if not by_rank:  # the script has no wrapped model besides
-        stepped = (event for event in all_events if event.kind == "stepped")
-        parsed = {event.rank: _parse_holding(event.content["holding"]) for event in stepped}
-        by_rank = {rank: replace(holding, engine=averaged[holding.model]) for rank, holding in parsed.items()}
+        of_kind = sorted((event for event in all_events if event.kind == kind), key=is_alone)
+        by_rank |= {event.rank: _parse_holding(event.content["holding"]) for event in of_kind}
     return by_rank
 
 
+def is_alone(event: RankEvent) -> bool:
+    """Whether a measured model is in no wrapper that averages its gradients."""
+    return bool(event.content["holding"]["engine"] == Engine.NONE.label)
+
+
 def _parse_holding(content: Mapping[str, Any]) -> Holding:
-    return Holding(**{**content, "units": tuple(HeldUnit(**unit) for unit in content["units"])})
+    units = tuple(HeldUnit(**unit) for unit in content["units"])
+    return Holding(**{**content, "units": units, "classes": tuple(content.get("classes", ()))})
 
 
 def measure(model: "nn.Module") -> Holding:

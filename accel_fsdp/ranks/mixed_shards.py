@@ -1,47 +1,62 @@
-"""Observes collectives that a script itself calls with its rank's shard of a weight or a gradient."""
+"""Observes collectives that a script itself calls, and those with its rank's shard of a weight or a gradient."""
 
+import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from accel_fsdp.library_internals import Internal
 from accel_fsdp.ranks import events, parts, script
-from accel_fsdp.ranks.lines import COLLECTIVES
-from accel_fsdp.ranks.observing import replace
+from accel_fsdp.ranks.observing import before
 
 if TYPE_CHECKING:
     from torch import nn
 
+COLLECTIVES = ("all_reduce", "broadcast", "reduce")
+OF_ACCELERATE = "accelerate.utils.operations"
 MOST_CALLS = 50
 """The calls that are observed, as each looks through all weights."""
+RELIES_ON = tuple(Internal(f"torch.distributed:{name}", "tensor *") for name in COLLECTIVES)
 
 
 class ObservedShards:
-    """Reports the first call at each line that takes a shard; where the rank's shard is empty, without a name."""
+    """Reports the first call at each line that takes a shard; where the rank's shard is empty, without a name.
+
+    Also reports once that the script combines tensors of the ranks, as where it averages gradients or weights itself. A
+    single number may be a loss that is logged.
+    """
 
     def __init__(self, models: Callable[[], Iterable["nn.Module"]]) -> None:
         self.models = models
         self.calls = 0
+        self.combines = False
         self.lines: set[str] = set()
 
-    def install(self) -> Iterator[Callable[[], None]]:
+    def install(self) -> None:
         import torch.distributed as dist
 
         for name in COLLECTIVES:
-            yield replace(dist, name, self._call)
+            before(dist, name, functools.partial(self._observe, name, inspect.signature(getattr(dist, name))))
 
-    def _call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.calls < MOST_CALLS and script.is_calling(sys._getframe(2)):
-            self.calls += 1
-            given = inspect.signature(original).bind(*args, **kwargs).arguments
-            self._report(original.__name__, parts.local(given["tensor"]), given.get("group"))
-        return original(*args, **kwargs)
+    def _observe(self, call: str, signature: inspect.Signature, *args: Any, **kwargs: Any) -> None:
+        caller = sys._getframe(2)
+        is_own = script.is_calling(caller)
+        if self.calls >= MOST_CALLS or not (is_own or caller.f_globals.get("__name__") == OF_ACCELERATE):
+            return
+        given = signature.bind(*args, **kwargs).arguments
+        line, tensor = script.line_of_stack(caller), parts.local(given["tensor"])
+        self.calls += tensor.numel() != 1
+        if tensor.numel() > 1 and not self.combines:
+            self.combines = True
+            events.report("combines", line=line)
+        if is_own and line not in self.lines:
+            self._report(call, tensor, given.get("group"), line)
 
-    def _report(self, call: str, tensor: Any, group: Any) -> None:
+    def _report(self, call: str, tensor: Any, group: Any, line: str) -> None:
         import torch.distributed as dist
 
-        line = script.line_of_stack(sys._getframe(3))
-        if line in self.lines or not (place := self._place_of(tensor)):
+        if not (place := self._place_of(tensor)):
             return
         self.lines.add(line)
         name, start = place

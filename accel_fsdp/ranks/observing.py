@@ -6,6 +6,7 @@ from importlib import metadata
 from typing import Any
 
 from accel_fsdp import console
+from accel_fsdp.errors import in_a_line
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal, flaw
 from accel_fsdp.ranks import events
@@ -30,13 +31,34 @@ class Observation:
         return True
 
 
+def guarded(callback: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that observes: an error of it ends neither the script nor the rest of the record, and is reported."""
+
+    @functools.wraps(callback)
+    def observe(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return callback(*args, **kwargs)
+        except Exception as error:  # of a library's or the user's object
+            _report_error(callback, error)
+            return None
+
+    return observe
+
+
+def _report_error(callback: Callable[..., Any], error: Exception) -> None:
+    events.report("unwatched", what=getattr(callback, "__qualname__", "an observer"), why=in_a_line(error))
+
+
 def before(owner: Any, name: str, callback: Callable[..., None]) -> None:
     """Calls `callback` with the same arguments before each call of a function."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        callback(*args, **kwargs)
+        try:
+            callback(*args, **kwargs)
+        except Exception as error:
+            _report_error(callback, error)
         return original(*args, **kwargs)
 
     setattr(owner, name, watched)
@@ -49,7 +71,10 @@ def after(owner: Any, name: str, callback: Callable[..., None]) -> None:
     @functools.wraps(original)
     def watched(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        callback(*args, **kwargs)
+        try:
+            callback(*args, **kwargs)
+        except Exception as error:
+            _report_error(callback, error)
         return result
 
     setattr(owner, name, watched)

@@ -9,20 +9,21 @@ from typing import Any
 from accel_fsdp import cpu
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch_environment import LaunchEnvironment
-from accel_fsdp.ranks import events, gpu_as_cpu, hang, raised, recording, replay, script, watch
+from accel_fsdp.ranks import events, gpu_as_cpu, hang, recording, replay, script, watch
 from accel_fsdp.ranks.observing import before
 
 
 def run() -> None:
     """Runs the script whose name and arguments follow on the command line, and ends this process."""
     del sys.argv[0]
+    script.begin()
     sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
     cpu.begin_rank()
     if cpu.is_needed():
         gpu_as_cpu.install()
         keep_closed_groups()
     recorder = recording.begin()  # before the watch, whose functions check whether the script itself is the caller
-    report_end = watch.begin()
+    report_end = watch.begin() if os.environ.get(events.EVENTS) else lambda: None
     if recorder is not None:
         cpu.at_end(partial(replay.compare, recorder))
     hang.begin()
@@ -50,7 +51,7 @@ def keep_closed_groups() -> None:
 def _code_of_script(report_end: Callable[[], None]) -> int:
     code, error, line = 0, "", ""
     try:
-        script.run(sys.argv[0], raised.code_of)
+        script.run(sys.argv[0])
     except SystemExit as ended:
         line = script.line_of_error(ended)
         if isinstance(ended.code, int | None):

@@ -1,16 +1,11 @@
-"""Reports errors that leave a model or a backward pass, and errors that the script catches.
+"""Reports errors that leave a model or a backward pass.
 
-A script may catch an error on one rank and leave the others in a collective.
+A script may catch such an error on one rank and leave the others in a collective.
 """
 
-import ast
-import builtins
 import functools
 import sys
-import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator
-from types import CodeType
 from typing import Any
 
 from accel_fsdp.errors import in_a_line
@@ -19,9 +14,7 @@ from accel_fsdp.ranks import events, script
 from accel_fsdp.ranks.observing import Observation
 
 MOST = 8
-"""The most errors that are reported, also of each handler: it may catch one in each step."""
-CAUGHT = "__accel_fsdp_caught__"
-"""The name among the builtins that the script's handlers call."""
+"""The most errors that are reported: a script may catch one in each step."""
 ERRORS = Observation(
     "errors that a script catches", Internal("torch.nn:Module.__call__"), Internal("torch.distributed.fsdp:FSDPModule")
 )
@@ -70,30 +63,3 @@ def chain(error: BaseException) -> Iterator[str]:
     while seen is not None:
         yield in_a_line(seen)
         seen = seen.__cause__ or seen.__context__
-
-
-def code_of(source: bytes, path: str) -> CodeType:
-    """Compiles a script whose handlers report the errors that they catch. All its lines keep their numbers."""
-    counts: Counter[tuple[CodeType, int]] = Counter()
-
-    def report_caught() -> None:
-        error, frame = sys.exc_info()[1], sys._getframe(1)
-        handler = (frame.f_code, frame.f_lineno)
-        counts[handler] += 1
-        if error is not None and counts[handler] <= MOST:  # a stack takes long, and a handler may catch in a hot loop
-            stack = traceback.extract_stack(frame)
-            lines = [script.line_of([(at.filename, at.lineno)]) for at in stack if script.is_own(at.filename)]
-            events.report("caught", error=in_a_line(error), line=script.line_of_error(error) or lines[-1], lines=lines)
-
-    vars(builtins)[CAUGHT] = report_caught
-    return compile(_Reporting().visit(ast.parse(source, path)), path, "exec", dont_inherit=True)
-
-
-class _Reporting(ast.NodeTransformer):
-    """Adds a call to the beginning of each handler."""
-
-    def visit_ExceptHandler(self, handler: ast.ExceptHandler) -> ast.AST:
-        self.generic_visit(handler)
-        call = ast.Expr(ast.Call(ast.Name(CAUGHT, ast.Load()), [], []))
-        handler.body.insert(0, ast.fix_missing_locations(ast.copy_location(call, handler)))
-        return handler

@@ -13,10 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.errors import is_installed
+from accel_fsdp.errors import in_a_line, is_installed
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
-from accel_fsdp.ranks import accumulation, buffers, events, lines, outputs, parts, precision, script
+from accel_fsdp.ranks import accumulation, buffers, events, lines, mixed_shards, outputs, parts, precision, script
 from accel_fsdp.ranks.copies import Copy, copied, loaded_in_shards, outermost
 from accel_fsdp.ranks.holding import unwrapped, user_name
 from accel_fsdp.ranks.hooks import has_hooks, hooks_of
@@ -34,12 +34,15 @@ if TYPE_CHECKING:
 RECORDS = "ACCEL_FSDP_RECORDS"
 """The variable that names the folder of recorded updates; if it isn't set, nothing is recorded."""
 MOST_UPDATES = 2
+KNOWN_OPTIMIZERS = ("torch.optim.", "transformers.")
+"""Modules whose optimizers communicate with no other rank in a step."""
 DEEPSPEED = "DeepSpeed's engine reduces, clips and clears gradients itself, and steps on copies of its own"
 LOCAL_SGD = "LocalSGD averages the ranks' weights at intervals, not their gradients"
 UPDATES = Observation(
     "updates, to repeat them in one process",
     *parts.RELIES_ON,
     *lines.RELIES_ON,
+    *mixed_shards.RELIES_ON,
     Internal("torch.nn:Module.__call__"),
     Internal("torch.autograd:backward", "tensors *"),
     Internal("torch.distributed.fsdp:fully_shard", "module *"),
@@ -77,13 +80,14 @@ class Recorder:
         self.begun: Parts = {}
         self.written = 0
         self.depth = 0
-        self.in_backward = self.in_step = False
+        self.in_backward = self.in_step = self.is_scaled = False
+        self.clips: list[Clip] = []
         self.covered: set[str] | None = None
         self.why = self.wrapped_at = ""
         self.boundary: list[Any] = []
         self.returned: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.remove: list[Callable[[], None]] = []
-        self.lines = ObservedLines(self._is_outside, lambda: self.places)
+        self.lines = ObservedLines()
 
     def install(self) -> None:
         import torch
@@ -108,9 +112,12 @@ class Recorder:
         self.remove.append(replace(torch.nn.Module, "__call__", self._record_call))
         self.remove.append(replace(torch.autograd, "backward", self._record_backward))
         self.remove.append(replace(torch.autograd, "grad", self._differentiate))
-        self.remove += [*self.lines.install(), *ObservedShards(lambda: self._live_models().values()).install()]
-        hooks = [register_optimizer_step_pre_hook(self._begin_step), register_optimizer_step_post_hook(self._end_step)]
+        self.remove += self.lines.install()
+        ObservedShards(lambda: self._live_models().values()).install()
+        begin_step, end_step = (functools.partial(self._try, observe) for observe in (self._begin_step, self._end_step))
+        hooks = [register_optimizer_step_pre_hook(begin_step), register_optimizer_step_post_hook(end_step)]
         self.remove += [hook.remove for hook in hooks]
+        after(torch.amp.GradScaler, "__init__", self._note_scaler)
 
     def keep(self, root: "nn.Module") -> None:
         """Copies a model before it is sharded, unless it is a part of a copied one."""
@@ -136,6 +143,9 @@ class Recorder:
             if isinstance(model, nn.Module):
                 self.keep(model)
 
+    def _note_scaler(self, *_: Any, **__: Any) -> None:
+        self.is_scaled = True
+
     def _skip_local_sgd(self, local: Any) -> None:
         if local.enabled:
             self.why = LOCAL_SGD
@@ -154,23 +164,14 @@ class Recorder:
         """Ends the last update, at the end of the script."""
         self._close()
         self._stop()
-        self.lines.report_averaging()
         if self.written:
-            unchanged = self._unchanged_weights()
-            kept = [place.name for place in self.places if place.parameter.requires_grad and place.name in unchanged]
-            events.report("weights", moved=len(unchanged) < len(self.begun), still=sorted(set(kept)))
-
-    def _unchanged_weights(self) -> set[str]:
-        """The weights whose parts on this rank have the values that they had before the first update."""
-        now = parts.parts(self.places, lambda parameter: parameter)
-        return {name for name, (_, part) in self.begun.items() if name not in now or part.equal(now[name][1])}
+            now = parts.parts(self.places, lambda parameter: parameter)
+            unchanged = (name not in now or part.equal(now[name][1]) for name, (_, part) in self.begun.items())
+            events.report("weights", moved=not all(unchanged))
 
     def _stop(self) -> None:
         while self.remove:
             self.remove.pop()()
-
-    def _is_outside(self) -> bool:
-        return bool(self.copies) and not (self.depth or self.in_backward or self.in_step)
 
     def _record_call(self, original: Callable[..., Any], module: "nn.Module", *args: Any, **kwargs: Any) -> Any:
         import torch
@@ -183,13 +184,24 @@ class Recorder:
             self.keep(module)
         if module not in self.models:
             return original(module, *args, **kwargs)
-        forward = self._begin_forward(module, args, kwargs)
+        forward = self._try(self._begin_forward, module, args, kwargs)
         self.depth += 1
         try:
             result = original(module, *args, **kwargs)
         finally:
             self.depth -= 1
-        return result if forward is None else self._watch_output(forward, result)
+        watched = None if forward is None else self._try(self._watch_output, forward, result)
+        return result if watched is None else watched
+
+    def _try(self, observe: Callable[..., Any], *args: Any) -> Any:
+        """Records something; after an error the update can't be repeated, and the script goes on."""
+        try:
+            return observe(*args)
+        except Exception as error:  # of a library's or the user's object
+            self.why = self.why or in_a_line(error)
+            if self.update is not None:
+                self.update.why = self.update.why or self.why
+            return None
 
     def _begin_forward(self, module: "nn.Module", args: Any, kwargs: Any) -> Forward | None:
         import torch
@@ -216,7 +228,6 @@ class Recorder:
         evaluating = [name for name, part in inner.named_modules() if not part.training]
         forward = Forward(number, path, inputs, torch.get_rng_state(), [user_name(name) for name in evaluating])
         forward.buffers = buffers.changed(module, path, self.buffers[number])
-        self.lines.watch_buffers(inner)
         self.update.forwards.append(forward)
         return forward
 
@@ -238,9 +249,9 @@ class Recorder:
             why = why or f"{hook} reduces gradients to something else than their mean"
         update = Update(weights, trained, precision.of(model), precision.cast(model), precision.reduces(model), why=why)
         update.accumulation, update.unsharded = accumulation.batches(), parts.unsharded(self.places)
-        update.divisor = precision.divisor(model)
-        update.changed = self.lines.of(self.places, lambda parameter: parameter)
-        self.lines.forget()
+        update.divisor, update.scaled = precision.divisor(model), self.is_scaled
+        update.clips, self.clips = self.clips, []
+        self.lines.cleared = ""
         return update
 
     def _live_models(self) -> "dict[int, nn.Module]":
@@ -302,11 +313,11 @@ class Recorder:
         if update is not None and not self.in_backward:
             roots = tensors if isinstance(tensors, list | tuple) else [tensors]
             names = {id(place.parameter): place.name for place in self.places}
-            reached = outputs.reached(roots, self.boundary, names)
+            reached = self._try(outputs.reached, roots, self.boundary, names) or outputs.Reached(False, "")
             if reached.weight:
                 update.why = update.why or f"{reached.weight} is used outside of the model's forward"
             if reached.weight or reached.outputs:
-                self.check_kept(update)
+                self._try(self.check_kept, update)
             else:  # no gradient comes to the model
                 update = None
         nested, self.in_backward = self.in_backward, True
@@ -317,9 +328,9 @@ class Recorder:
         if update is not None and not nested:
             update.line = script.line_of_stack(sys._getframe(2))
             update.backwards += 1
-            update.reduced = self._gradients()
+            update.reduced = self._try(self._gradients) or {}
             update.unsynced = self.lines.unsynced
-            self.lines.forget()
+            self.lines.cleared = ""
 
     def check_kept(self, update: Update) -> None:
         """Compares the gradients before a backward pass with those after the last one."""
@@ -353,11 +364,11 @@ class Recorder:
         settings = [
             {key: setting(value) for key, value in g.items() if key != "params"} for g in optimizer.param_groups
         ]
-        states = {place.name: states_of(optimizer.state.get(place.parameter, {}), place) for place in places}
+        is_known = f"{type(optimizer).__module__}.".startswith(KNOWN_OPTIMIZERS)  # others' states may refuse a copy
+        states = {p.name: states_of(optimizer.state.get(p.parameter, {}), p) for p in places if is_known}
         has_hooks = bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
         update.steps.append(Step(names_by_group, settings, states, script.line_of_stack(sys._getframe(2)), has_hooks))
         update.used |= parts.parts(places, lambda parameter: parameter.grad)
-        update.altered |= self.lines.of(places, lambda parameter: parameter.grad)
         update.cleared = update.cleared or self.lines.cleared
 
     def _end_step(self, optimizer: Any, *_: Any) -> None:
@@ -375,9 +386,11 @@ class Recorder:
         return [place for place in self.places if place.name in trained]
 
     def _record_clipping(self, parameters: Any, max_norm: Any, norm_type: Any = 2.0, *_: Any, **__: Any) -> None:
-        if self.update is not None:
-            line = script.line_of_stack(sys._getframe(2))
-            self.update.clips.append(Clip(float(max_norm), float(norm_type), self.update.backwards, line))
+        update, line = self.update, script.line_of_stack(sys._getframe(2))
+        if update is None or update.steps:  # before the first forward pass of the next step
+            self.clips.append(Clip(float(max_norm), float(norm_type), 0, line))
+        else:
+            update.clips.append(Clip(float(max_norm), float(norm_type), update.backwards, line))
 
     def _close(self) -> None:
         """Writes an update that has ended with a step."""
@@ -389,6 +402,10 @@ class Recorder:
         self.covered = {name for step in update.steps for group in step.names for name in group}
         rank = LaunchEnvironment.now().rank
         path = self.folder / f"{rank}.{self.written}"
-        torch.save(asdict(update), f"{path}.part")
+        try:
+            torch.save(asdict(update), f"{path}.part")
+        except Exception as error:  # of values in an optimizer's settings
+            unrecorded = Update(update.weights, update.trained, "no", "no", "no", why=in_a_line(error))
+            torch.save(asdict(unrecorded), f"{path}.part")
         os.replace(f"{path}.part", path)
         self.written += 1

@@ -66,11 +66,10 @@ class Update:
     which FSDP casts weights for a forward pass, `reduces`: that in which it reduces gradients. `dropped`: whether
     gradients were cleared between two backward passes, `midway`: whether it stepped before the last batch of a prepared
     dataloader, `unprepared`: whether before the last one of a step, with gradients that were kept on each rank;
-    `unsharded`: the weights in no unit of FSDP.
+    `unsharded`: the weights in no unit of FSDP; `scaled`: whether the script has a GradScaler.
 
-    Lines of the script: `line` of the last backward pass, `changed` and `altered` of what changed weights before the
-    update and gradients before the step, by weight; `cleared` of what cleared gradients within it, `unsynced` of what
-    kept them on each rank. `why`: the reason why it can't be repeated; or empty.
+    Lines of the script: `line` of the last backward pass, `cleared` of what cleared gradients within the update,
+    `unsynced` of what kept them on each rank. `why`: the reason why it can't be repeated; or empty.
     """
 
     weights: Parts
@@ -91,9 +90,8 @@ class Update:
     dropped: bool = False
     midway: bool = False
     unprepared: bool = False
+    scaled: bool = False
     unsharded: list[str] = field(default_factory=list)
-    changed: dict[str, str] = field(default_factory=dict)
-    altered: dict[str, str] = field(default_factory=dict)
     cleared: str = ""
     unsynced: str = ""
     why: str = ""

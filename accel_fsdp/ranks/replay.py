@@ -17,7 +17,7 @@ from accel_fsdp.ranks.between_ranks import MOSTLY
 from accel_fsdp.ranks.holding import user_name
 from accel_fsdp.ranks.outputs import tensors_in
 from accel_fsdp.ranks.ratios import EXACT, factor, is_changed, norm, ratio, share_changed
-from accel_fsdp.ranks.recording import LOCAL_SGD, Recorder
+from accel_fsdp.ranks.recording import KNOWN_OPTIMIZERS, LOCAL_SGD, Recorder
 from accel_fsdp.ranks.records import united
 from accel_fsdp.time_limits import comes_true
 
@@ -36,8 +36,6 @@ ROUNDED_OUTPUTS = 0.1
 """How far apart the outputs of a forward pass may be in 16 bits; more comes from unrecorded state."""
 FLOOR = 1e-2
 """Gradients that are smaller than this part of the largest one are compared with that part of it: they may be noise."""
-KNOWN_OPTIMIZERS = ("torch.optim.", "transformers.")
-"""Modules whose optimizers communicate with no other rank in a step."""
 
 
 def compare(recorder: Recorder) -> None:
@@ -108,8 +106,9 @@ class _Repeated:
         if model is None:
             raise Unrepeatable("no model of it was copied before it was sharded")
         self.model: nn.Module = model
+        self.precision, self.cast = str(self.first["precision"]), str(self.first["cast"])
         self.optimizers = recorder.optimizers[number]
-        self.buffers, self.buffer_lines = recorder.buffers[next(iter(used))], recorder.lines.buffer_lines
+        self.buffers = recorder.buffers[next(iter(used))]
         self.wrapped_at = recorder.wrapped_at
         self.weights = {user_name(path): weight for path, weight in model.named_parameters()}
 
@@ -122,17 +121,18 @@ class _Repeated:
             raise Unrepeatable(f"the model had no {missing} before it was sharded")
         if self.first["unprepared"]:
             return self._report("unprepared", self._step_line)
+        if not self.number and self.first["precision"] == "fp16" and not self.first["scaled"]:
+            self._report("unscaled", self.first["line"])
         covered = set(self._stepped_names)
         reduced, used = self._whole_tensors("reduced"), self._whole_tensors("used")
         if not self.number and (ranks := between_ranks.beginning(self.updates, self.weights)):
-            line = between_ranks.line_of(self.updates, "changed")
-            self._report("begins", line or self.wrapped_at, ranks=ranks)
+            self._report("begins", self.wrapped_at, ranks=ranks)
         self._compare_copies("weights", "beginning")
         if ranks := between_ranks.modes(self.updates, self.model):
             self._report("modes", self.first["line"], ranks=ranks)
         self._compare_copies("reduced", "gradient")
         if hidden := next((name for name in used if not _finite(reduced.get(name)) and _finite(used[name])), ""):
-            self._report("hidden", self._line_of_change(hidden), name=hidden)
+            self._report("hidden", self._step_line, name=hidden)
             return
         plain = self._gradients()
         self._compare_buffers()
@@ -146,7 +146,6 @@ class _Repeated:
         before, after = self._whole_tensors("weights"), self._whole_tensors("after")
         why = self._compare_steps(before, used, after)
         has_changed = any(not before[name].equal(after[name]) for name in after)
-        uncovered = {name for name, gradient in plain.items() if bool(gradient.any())} - covered
         events.report(
             "repeated",
             update=self.number + 1,
@@ -155,8 +154,6 @@ class _Repeated:
             moved=has_changed,
             cleared=bool(plain) and not any(bool(gradient.any()) for gradient in used.values()),
             rates=[settings.get("lr") for step in self.first["steps"] for settings in step["settings"]],
-            uncovered=sorted(uncovered),
-            trained=len(self.first["trained"]),
             shares=[loss_shares.of_rank(update) for update in self.updates],
             changed=any(map(is_changed, self.updates)),
             line=self._step_line,
@@ -178,10 +175,6 @@ class _Repeated:
     def _stepped_names(self) -> list[str]:
         return [name for step in self.first["steps"] for names in step["names"] for name in names]
 
-    def _line_of_change(self, name: str = "") -> str:
-        """The script's line that changed a gradient between backward and step; else the step's line."""
-        return between_ranks.line_of(self.updates, "altered", name) or self._step_line
-
     def _report(self, what: str, line: str, **content: Any) -> None:
         events.report("otherwise", what=what, update=self.number + 1, line=line, **content)
 
@@ -200,7 +193,7 @@ class _Repeated:
         with torch.no_grad():
             for name, weight in self.weights.items():
                 if name in values:
-                    weight.copy_(precision.rounded(values[name], self.first["cast"]))
+                    weight.copy_(precision.rounded(values[name], self.cast))
         for name, weight in self.weights.items():
             weight.requires_grad_(name in trained and weight.is_floating_point())
             weight.grad = None
@@ -250,8 +243,7 @@ class _Repeated:
             part.training = user_name(path) not in evaluating
         buffers.restore(self.model, self.buffers, forward["buffers"])
         torch.set_rng_state(forward["random"])
-        precision = self.first["precision"]
-        dtype = getattr(torch, LONG_DTYPES[precision]) if precision in LONG_DTYPES else None
+        dtype = getattr(torch, LONG_DTYPES[self.precision]) if self.precision in LONG_DTYPES else None
         return torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None)
 
     def _compare_gradients(self, reduced: Tensors, plain: Tensors) -> float:
@@ -269,7 +261,7 @@ class _Repeated:
             if deviation > worst or math.isnan(deviation):
                 worst, worst_name = deviation, name
         of_all = ratio(reduced, plain)
-        if worst <= tolerance and not self.exact and abs(of_all - 1) > ROUNDED_RATIO:
+        if worst <= tolerance and not self.exact and abs(of_all - 1) > max(ROUNDED_RATIO, self._rounding(plain)):
             self._report("all-gradients", self.first["line"], ratio=of_all)
         if not worst <= tolerance:
             on_ranks = reduced.get(worst_name)
@@ -287,6 +279,11 @@ class _Repeated:
             )
         return worst
 
+    def _rounding(self, plain: Tensors) -> float:
+        """How far rounding to 16 bits moves all gradients of these rows in one process: far where the loss is small."""
+        self.precision = self.cast = "no"
+        return abs(ratio(self._gradients(), plain) - 1)
+
     def _compare_clipping(self, reduced: Tensors, used: Tensors) -> None:
         """Compares the factor between reduced and used gradients on all ranks, and with the requested norm."""
         clips = self.first["clips"]
@@ -295,9 +292,11 @@ class _Repeated:
             return
         factors = {rank: factor(update["reduced"], update["used"]) for rank, update in enumerate(self.updates)}
         known = {rank: value for rank, value in factors.items() if value is not None}
-        changed = [share_changed(update["reduced"], update["used"]) for update in self.updates]
-        if max(changed) > MOSTLY and min(changed) == 0:
-            self._report("changed-apart", self._line_of_change(), ranks=[changed.index(max(changed)), changed.index(0)])
+        shares = enumerate(share_changed(update["reduced"], update["used"]) for update in self.updates)
+        changed = {rank: share for rank, share in shares if share is not None}
+        if changed and max(changed.values()) > MOSTLY and min(changed.values()) == 0:
+            ranks = [choose(changed, key=changed.__getitem__) for choose in (max, min)]
+            self._report("changed-apart", self._step_line, ranks=ranks)
             return
         if not known:
             return
@@ -305,12 +304,12 @@ class _Repeated:
             clips = []
         lowest, highest = (choose(known, key=lambda rank: known[rank]) for choose in (min, max))
         if known[highest] - known[lowest] > EXACT * known[highest]:
-            line = clips[-1]["line"] if clips else self._line_of_change()
+            line = clips[-1]["line"] if clips else self._step_line
             self._report("clipped-apart", line, factors=[known[lowest], known[highest]], ranks=[lowest, highest])
             return
         is_summed = len(factors) > 1 and math.isclose(known[lowest], len(factors), rel_tol=EXACT)
         if is_summed and not clips:
-            self._report("summed-again", self._line_of_change(), ranks=len(factors))
+            self._report("summed-again", self._step_line, ranks=len(factors))
         if not clips or len(known) < len(factors):
             return
         if clips[-1]["norm"] != 2:
@@ -331,16 +330,14 @@ class _Repeated:
             line = self.wrapped_at if is_whole else self.first["unsynced"] or self.first["line"]
             self._report("ignored" if is_whole else "copies", line, of=what, **content)
         elif content:
-            line = between_ranks.line_of(self.updates, "changed", content["name"])
-            self._report("copies", line or self._step_line, of=what, **content)
+            self._report("copies", self._step_line, of=what, **content)
 
     def _compare_buffers(self) -> None:
         for forwards in zip(*(update["forwards"] for update in self.with_rows), strict=False):
             with alone():
                 content = buffers.apart(self.model, self.buffers, forwards, self._as_recorded)
             if content:
-                line = self.buffer_lines.get(content["name"]) or self.first["line"]
-                return self._report("buffers", line, **content)
+                return self._report("buffers", self.first["line"], **content)
 
     def _compare_steps(self, before: Tensors, used: Tensors, after: Tensors) -> str:
         """Repeats each optimizer's step with the gradients that it used; returns why it can't, or an empty text."""

@@ -16,7 +16,7 @@ from accel_fsdp.job import from_run
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.ranks import events, parts, script
 from accel_fsdp.ranks.holding import user_name
-from accel_fsdp.ranks.observing import Observation, after, before
+from accel_fsdp.ranks.observing import Observation, after, before, guarded
 from accel_fsdp.ranks.weights import is_sharded, sums
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class ObservedCopies:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         after(DistributedDataParallel, "__init__", self._wrapped)
-        register_optimizer_step_post_hook(self._after_step)
+        register_optimizer_step_post_hook(guarded(self._after_step))
 
     def _wrapped(self, model: Any, *_: Any, **__: Any) -> None:
         ignored = getattr(model.module, "_ddp_params_and_buffers_to_ignore", ())

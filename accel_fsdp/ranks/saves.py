@@ -21,7 +21,7 @@ from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.ranks import copies, events, holding, parts, script
 from accel_fsdp.ranks.holding import user_name
-from accel_fsdp.ranks.observing import Observation, after
+from accel_fsdp.ranks.observing import Observation, after, guarded
 from accel_fsdp.ranks.weights import ObservedWeights, sums
 
 if TYPE_CHECKING:
@@ -142,15 +142,20 @@ class ObservedSaves:
                 self.writing.files = None if is_outermost else files
             if files is not None:
                 arguments = signature.bind(*args, **kwargs).arguments
-                path = _path(arguments, result)
-                if call.content and path:
-                    by_dcp = call.module == DCP and not arguments.get("no_dist")
-                    files.append({"path": path, **self._content(arguments[call.content], by_dcp)})
-                if is_outermost and path:
-                    self._report(call, path, arguments, files)
+                guarded(self._observe)(call, arguments, result, files, is_outermost)
             return result
 
         return calling
+
+    def _observe(
+        self, call: _Call, arguments: Mapping[str, Any], result: Any, files: list[dict[str, Any]], is_outermost: bool
+    ) -> None:
+        path = _path(arguments, result)
+        if call.content and path:
+            by_dcp = call.module == DCP and not arguments.get("no_dist")
+            files.append({"path": path, **self._content(arguments[call.content], by_dcp)})
+        if is_outermost and path:
+            self._report(call, path, arguments, files)
 
     def _report(self, call: _Call, path: str, arguments: Mapping[str, Any], files: list[dict[str, Any]]) -> None:
         line = script.line_of_stack(sys._getframe(2))
@@ -324,4 +329,4 @@ def _is_shard(tensor: Any, storages: set[int]) -> bool:
 
 
 def _is_stored_in(tensor: "torch.Tensor", storages: set[int]) -> bool:
-    return not tensor.is_meta and tensor.untyped_storage().data_ptr() in storages
+    return bool(storages) and not tensor.is_meta and tensor.untyped_storage().data_ptr() in storages

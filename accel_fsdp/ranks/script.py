@@ -1,12 +1,15 @@
 """Runs the user's script as Python would, and finds its line where something happened."""
 
+import functools
 import linecache
 import os
 import sys
+import sysconfig
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
-from types import CodeType, FrameType, TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,19 +17,22 @@ if TYPE_CHECKING:
 
 OF_SOME_PYTHONS: dict[str, Any] = {"__annotations__": {}, "__cached__": None}
 """Names that some versions of Python give a script."""
+LIBRARIES = frozenset(
+    {
+        *("site-packages", "dist-packages", "torch", "accelerate", "transformers", "peft", "trl", "deepspeed"),
+        *("datasets", "bitsandbytes", "accel_fsdp"),
+    }
+)
+"""Folders of code that isn't the user's own, also in a clone of a library in whose folder a script runs."""
 STARTERS = ("<string>", "<frozen runpy>")
 """The files of Python's frames that start the watch."""
 
 
-def code_of(source: bytes, path: str) -> CodeType:
-    return compile(source, path, "exec", dont_inherit=True)
-
-
-def run(path: str, compiled: Callable[[bytes, str], CodeType] = code_of) -> None:
-    """Executes a script in `__main__`, with the names that Python would define; `compiled` makes its code."""
+def run(path: str) -> None:
+    """Executes a script in `__main__`, with the names that Python would define."""
     absolute = os.path.abspath(path)  # as Python names it, for any typed path
     with open(path, "rb") as file:
-        code = compiled(file.read(), absolute)
+        code = compile(file.read(), absolute, "exec", dont_inherit=True)
     names = vars(sys.modules["__main__"])
     variables = {name: value for name, value in OF_SOME_PYTHONS.items() if name in names}
     variables |= {"__name__": "__main__", "__file__": absolute, "__loader__": SourceFileLoader("__main__", absolute)}
@@ -66,7 +72,7 @@ def is_of_watch(file: str) -> bool:
 
 
 def line_of_stack(frame: FrameType | None) -> str:
-    """The script's line as file:line; empty if the stack of `frame` has no line of the script's folder."""
+    """The script's line as file:line; empty if the stack of `frame` has no line of the project."""
     return line_of([(at.filename, at.lineno) for at in traceback.extract_stack(frame)])
 
 
@@ -104,11 +110,45 @@ def is_calling(frame: FrameType | None) -> bool:
 def line_of(places: Sequence[tuple[str, int | None]]) -> str:
     """The innermost line of the script among a stack's files and lines, outermost first; with the folder as typed."""
     own = [(file, line) for file, line in places if is_own(file)]
-    return f"{os.path.join(os.path.dirname(sys.argv[0]), os.path.basename(own[-1][0]))}:{own[-1][1]}" if own else ""
+    if not own:
+        return ""
+    file, line = os.path.abspath(own[-1][0]), own[-1][1]
+    started = _started or Project.of(sys.argv[0])
+    return f"{os.path.relpath(file, started.folder) if started.is_relative else file}:{line}"
+
+
+@dataclass(frozen=True)
+class Project:
+    """The user's own code is what lies in `root`; `folder` is where the script was started."""
+
+    root: str
+    folder: str
+    is_relative: bool
+
+    @classmethod
+    def of(cls, script: str) -> "Project":
+        """Its root is the current folder if the script lies in it, else the script's folder."""
+        folder, of_script = os.getcwd(), os.path.dirname(os.path.abspath(script))
+        is_inside = os.path.commonpath([folder, of_script]) == folder
+        return cls(folder if is_inside else of_script, folder, not os.path.isabs(script))
+
+
+_started: Project | None = None
+
+
+def begin() -> None:
+    """Fixes the project before the script may change its folder."""
+    global _started
+    _started = Project.of(sys.argv[0])
 
 
 def is_own(file: str) -> bool:
-    """Whether a file is in the script's folder."""
-    if file.startswith("<"):  # <frozen runpy>, <string>: not a file
+    """Whether a file belongs to the script's project, and is neither installed nor of a library beside it."""
+    return not file.startswith("<") and _is_in((_started or Project.of(sys.argv[0])).root, os.path.abspath(file))
+
+
+@functools.cache
+def _is_in(root: str, path: str) -> bool:
+    if not path.startswith(os.path.join(root, "")) or path.startswith(os.path.join(sysconfig.get_path("stdlib"), "")):
         return False
-    return os.path.dirname(os.path.abspath(file)) == os.path.dirname(os.path.abspath(sys.argv[0]))
+    return LIBRARIES.isdisjoint(os.path.relpath(path, root).split(os.sep)[:-1])

@@ -20,13 +20,13 @@ from accel_fsdp.errors import in_a_line
 from accel_fsdp.job import from_run
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.ranks import collectives, drawn_rows, events, hang, holding, raised, script
-from accel_fsdp.ranks.drawn_rows import ObservedRows, ObservedStreams
-from accel_fsdp.ranks.gradients import LeftoverGradients, ObservedGradients, checksum_of
+from accel_fsdp.ranks.drawn_rows import ObservedRows
+from accel_fsdp.ranks.gradients import LeftoverGradients, ObservedGradients
 from accel_fsdp.ranks.hidden_nan import HiddenNan
 from accel_fsdp.ranks.holding import is_unit, measure, unwrapped, user_name
 from accel_fsdp.ranks.hooks import HOOKS, ObservedHooks
 from accel_fsdp.ranks.modes import MODES, ObservedModes
-from accel_fsdp.ranks.observing import Observation, after, before
+from accel_fsdp.ranks.observing import Observation, after, before, guarded
 from accel_fsdp.ranks.replicas import COPIES, ObservedCopies
 from accel_fsdp.ranks.resumes import ObservedResumes
 from accel_fsdp.ranks.saves import ObservedSaves
@@ -83,7 +83,7 @@ def begin() -> Callable[[], None]:
         CLIPPING: lambda: after(torch.nn.utils, "clip_grad_norm_", _report_clipping),
         CHECKPOINTING: _watch_checkpointing,
         TRACKERS: _watch_trackers,
-        PREPARING: lambda: _watch_prepare(steps.measures, steps.resumes, steps.streams),
+        PREPARING: lambda: _watch_prepare(steps.measures, steps.resumes),
         STEPS: steps.install,
         drawn_rows.LOADERS: steps.drawn.install,
         MODES: steps.modes.install,
@@ -171,7 +171,7 @@ def _watch_trackers() -> None:
     after(Accelerator, "__init__", check_trackers)
 
 
-def _watch_prepare(measures: bool, resumes: ObservedResumes, streams: ObservedStreams) -> None:
+def _watch_prepare(measures: bool, resumes: ObservedResumes) -> None:
     """Measures each model that Accelerate prepares, and records beforehand which of its modules share a weight."""
     import torch
     from accelerate import Accelerator
@@ -180,17 +180,19 @@ def _watch_prepare(measures: bool, resumes: ObservedResumes, streams: ObservedSt
 
     @functools.wraps(original)
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
-        resumes.watch()
+        guarded(resumes.watch)()
         before = [_shared_weights(item) for item in args if isinstance(item, torch.nn.Module)]
         result = original(self, *args, **kwargs)
         prepared = result if isinstance(result, tuple | list) else (result,)
         if any(isinstance(item, torch.utils.data.DataLoader) for item in prepared):
             events.report("prepared-rows")
-            streams.prepared(prepared)
         models = [item for item in prepared if isinstance(item, torch.nn.Module)]
         if measures:
+            plugin = getattr(self.state, "fsdp_plugin", None)
+            classes = getattr(plugin, "transformer_cls_names_to_wrap", None) or ()
             for model, shared in zip(models, before, strict=False):
-                _report_holding("prepared", model, shared=shared)
+                _classes[id(unwrapped(model))] = tuple(classes)
+                guarded(_report_holding)("prepared", model, shared=shared)
         return result
 
     Accelerator.prepare = prepare
@@ -212,8 +214,13 @@ def _shared_weights(model: "nn.Module") -> list[list[str]]:
     return [group for group in names.values() if len(group) > 1]
 
 
+_classes: dict[int, tuple[str, ...]] = {}
+"""The layer classes by which Accelerate wrapped a model, by the id of the user's module."""
+
+
 def _report_holding(kind: str, model: "nn.Module", **more: Any) -> None:
-    events.report(kind, holding=dataclasses.asdict(measure(model)), **more)
+    holding = dataclasses.replace(measure(model), classes=_classes.get(id(unwrapped(model)), ()))
+    events.report(kind, holding=dataclasses.asdict(holding), **more)
 
 
 def _only_creates_states() -> bool:
@@ -246,7 +253,7 @@ class _Steps:
         self.saves = ObservedSaves(self.weights)
         self.gradients = ObservedGradients()
         self.uncovered, self.hidden_nan, self.hooks = UncoveredWeights(), HiddenNan(), ObservedHooks()
-        self.drawn, self.streams = ObservedRows(), ObservedStreams()
+        self.drawn = ObservedRows()
         self.leftover = LeftoverGradients(self.drawn)
         self.schedules = ObservedSchedules()
         self.modes, self.copies = ObservedModes(), ObservedCopies()
@@ -258,11 +265,11 @@ class _Steps:
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
         self.module_hooks = [
-            register_module_forward_pre_hook(self._enter),
+            register_module_forward_pre_hook(guarded(self._enter)),
             register_module_forward_hook(self._leave, always_call=True),
         ]
-        register_optimizer_step_pre_hook(self._before_step)
-        register_optimizer_step_post_hook(self.resumes.stepped)
+        register_optimizer_step_pre_hook(guarded(self._before_step))
+        register_optimizer_step_post_hook(guarded(self.resumes.stepped))
 
     def _enter(self, module: "nn.Module", args: tuple[Any, ...]) -> None:
         import torch
@@ -320,16 +327,13 @@ class _Steps:
 
     def report_end(self) -> None:
         """Called at the end of the script."""
-        self.weights.report_end(self._outermost())
-        self.drawn.report_end(self.rows, self.rows_line)
-        self.streams.report_end(self.drawn.made_at)
-        self.schedules.report_end(self.drawn.batches)
-        self.uncovered.report_end(self.weights.added_at)
-        self.hidden_nan.report_end()
-        self.hooks.report_end()
-        self.modes.report_end()
-        self.copies.report_end()
-        self.saves.report_held(self.weights.steps)
+        guarded(self.weights.report_end)(self._outermost())
+        guarded(self.drawn.report_end)(self.rows, self.rows_line)
+        guarded(self.schedules.report_end)(self.drawn.batches)
+        guarded(self.uncovered.report_end)(self.weights.added_at)
+        for observer in (self.hidden_nan, self.hooks, self.modes, self.copies):
+            guarded(observer.report_end)()
+        guarded(self.saves.report_held)(self.weights.steps)
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         if _only_creates_states():
@@ -371,8 +375,7 @@ class _Steps:
             line = self.weights.made_at.get(id(optimizer), "")
             events.report("optimizer", model=name, missing=len(own - trained), strange=len(trained - known), line=line)
             if self.measures:
-                line, summed = self.called_at.get(id(model), ""), checksum_of(model)
-                _report_holding("stepped", model, line=line, gradients=summed)
+                _report_holding("stepped", model, line=self.called_at.get(id(model), ""))
         events.report("rows", hashes=self.rows, line=self.rows_line, may_share=from_run.ranks_may_share_rows())
         self.models.clear()
 

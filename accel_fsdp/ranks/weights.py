@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.ranks import events, parts, script
 from accel_fsdp.ranks.holding import FLAT, user_name
-from accel_fsdp.ranks.observing import Observation, after
+from accel_fsdp.ranks.observing import Observation, after, guarded
 
 if TYPE_CHECKING:
     import torch
@@ -112,13 +112,16 @@ class ObservedWeights:
 
         @functools.wraps(original)
         def shard(unit: Any, *args: Any, **kwargs: Any) -> None:
-            whole = sums(unit, *args)
+            whole = guarded(sums)(unit, *args)
             original(unit, *args, **kwargs)
             if whole:
-                self.sharded_at = self.sharded_at or script.line_of_stack(sys._getframe())
-                self.begun.append(_Begun(weakref.ref(unit), whole, checksum(_local_part(unit))))
+                guarded(self._note_sharding)(unit, whole)
 
         setattr(owner, name, shard)
+
+    def _note_sharding(self, unit: Any, whole: Sequence[tuple[float, float]]) -> None:
+        self.sharded_at = self.sharded_at or script.line_of_stack(sys._getframe())
+        self.begun.append(_Begun(weakref.ref(unit), whole, checksum(_local_part(unit))))
 
     def ran_backward(self, models: Iterable["nn.Module"]) -> None:
         """Called after each backward pass; `models` are the outermost that ran."""

@@ -4,20 +4,23 @@ Besides the ranks' calls it only reads the script.
 """
 
 import ast
-import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
 
 from accel_fsdp.ranks import Call, RankEvent, calls_of
-from accel_fsdp.rehearsal.job import CONSEQUENCE
 from accel_fsdp.units import counted
 
 Calls = Mapping[int, Sequence[Call]]
-OF_RANK = re.compile(r"rank|is_main|is_master|main_process|process_index|process_zero|last_process", re.IGNORECASE)
-"""Parts of names in conditions that hold on only some ranks."""
+RANKS = frozenset(
+    (
+        *("rank", "local_rank", "global_rank", "world_rank", "get_rank", "get_local_rank", "get_node_local_rank"),
+        *("process_index", "local_process_index", "is_main_process", "is_local_main_process", "is_last_process"),
+        *("is_main", "is_master", "main_process", "is_world_process_zero", "is_local_process_zero", "is_rank_zero"),
+    )
+)
+"""Names of a process's number, and of conditions on it."""
 EQUAL_SIZES = ("all_gather", "_all_gather_base", "all_reduce", "reduce", "gather")
 """Collectives whose tensors have one size on all ranks."""
 PRIORITY = ("barrier", "generate", "save", "evaluation", "gather")
@@ -174,8 +177,6 @@ def _absence_of(mismatch: _Mismatch, events: Sequence[RankEvent]) -> Absence:
         )
     if call.kind == "generate" and not mismatch.is_new:
         return Absence(f"rank {rank} generates more tokens than rank {other}", line, FIXES["lengths"])
-    if caught := _caught(mismatch, events):
-        return caught
     passes = {r: sum(event.kind == "loss" and event.rank == r for event in events) for r in (rank, other)}
     loop = _loop(call)
     if loop and not mismatch.is_new and not (mismatch.other_call and _runs_in(mismatch.other_call.lines, loop)):
@@ -201,21 +202,6 @@ def _absence_of(mismatch: _Mismatch, events: Sequence[RankEvent]) -> Absence:
     return Absence(f"rank {rank} calls {call.function} where rank {other} calls {other_place}", line, FIXES["other"])
 
 
-def _caught(mismatch: _Mismatch, events: Sequence[RankEvent]) -> Absence | None:
-    """An error that one of the two ranks caught more often, in the loop that makes the call."""
-    loop = _loop(mismatch.call)
-    caught = [event for event in events if event.kind == "caught" and loop and _runs_in(event.content["lines"], loop)]
-    counts = Counter((event.rank, event.content["line"]) for event in caught)
-    for event in caught:
-        error, line = event.content["error"], event.content["line"]
-        peers = {mismatch.rank, mismatch.other} - {event.rank}
-        if len(peers) == 1 and counts[event.rank, line] > counts[peers.pop(), line] and not CONSEQUENCE.search(error):
-            at = _number(event.content["lines"][-1])
-            what = f"rank {event.rank} alone caught an error in line {at} and went on: {error}"
-            return Absence(what, line, FIXES["caught"])
-    return None
-
-
 def _runs_in(lines: Sequence[str], loop: ast.For | ast.While) -> bool:
     return any(_holds(loop, _number(line)) for line in lines)
 
@@ -223,27 +209,49 @@ def _runs_in(lines: Sequence[str], loop: ast.For | ast.While) -> bool:
 def _branch(call: Call) -> str:
     """The condition on a rank under which the script makes a call; empty if there is none."""
     for line in reversed(call.lines):
+        names = names_of_rank(parsed(line.rpartition(":")[0]))
         for node in _parents(line):
-            if isinstance(node, ast.If) and (condition := _on_ranks(node.test)):
+            if isinstance(node, ast.If) and (condition := _on_ranks(node.test, names)):
                 is_else = any(_holds(inner, _number(line)) for inner in node.orelse)
                 return f"{'the else of ' if is_else else ''}`if {condition}` in line {node.lineno}"
     return ""
 
 
-def _on_ranks(condition: ast.expr) -> str:
+def _on_ranks(condition: ast.expr, names: frozenset[str]) -> str:
     """The parts of a condition that name a rank; empty if there are none."""
     is_and = isinstance(condition, ast.BoolOp) and isinstance(condition.op, ast.And)
     parts = list(ast.iter_child_nodes(condition))[1:] if is_and else [condition]
-    return " and ".join(ast.unparse(part) for part in parts if any(map(_is_rank, ast.walk(part))))
+    return " and ".join(ast.unparse(part) for part in parts if names_a_rank(part, names))
 
 
-def _is_rank(node: ast.AST) -> bool:
-    """Whether a node is a name such as `rank` or `accelerator.is_main_process`, or a variable's key such as "RANK"."""
-    match node:
-        case ast.Name(id=name) | ast.Attribute(attr=name):
-            return bool(OF_RANK.search(name))
-        case ast.Constant(value=str(text)):
-            return text.endswith("RANK")
+def names_of_rank(tree: ast.Module) -> frozenset[str]:
+    """`RANKS` and the names that a script computes from them, without those that it only assigns other values."""
+    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AnnAssign) and node.value]
+    names = set(RANKS)
+    for name in RANKS:
+        values = [node.value for node in assigned if name in _targets(node)]
+        if values and not any(names_a_rank(value, RANKS) for value in values if value):
+            names.discard(name)
+    for _ in range(3):  # names computed from the rank, and names computed from those
+        for node in assigned:
+            if node.value and names_a_rank(node.value, frozenset(names)):
+                names |= _targets(node)
+    return frozenset(names)
+
+
+def _targets(node: ast.Assign | ast.AnnAssign) -> set[str]:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def names_a_rank(node: ast.AST, names: frozenset[str]) -> bool:
+    """Whether an expression has one of these names, or the name of a variable such as "RANK"."""
+    for inner in ast.walk(node):
+        match inner:
+            case ast.Name(id=name) | ast.Attribute(attr=name) if name in names:
+                return True
+            case ast.Constant(value="RANK" | "LOCAL_RANK" | "SLURM_PROCID"):
+                return True
     return False
 
 

@@ -70,7 +70,7 @@ def _run(options: RehearseCommand, words: tuple[str, ...], report: Report) -> No
             step = _step_result(name, action)
             report.steps.append(step)
             if not options.json:
-                show(step)
+                show(step, options.debug)
             if not step.passed:
                 break
 
@@ -148,6 +148,7 @@ def _check(options: RehearseCommand, launcher: Rehearsed, words: tuple[str, ...]
 
 def _step_result(name: str, action: Action) -> StepResult:
     began = time.monotonic()
+    console.say(f"       {name} ...", style="dim")
     try:
         with console.waiting(name):
             proof = action()

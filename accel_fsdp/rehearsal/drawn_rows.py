@@ -11,7 +11,7 @@ from itertools import chain, combinations, pairwise
 from typing import Any
 
 from accel_fsdp.ranks import RankEvent
-from accel_fsdp.rehearsal.absent import OF_RANK, parsed
+from accel_fsdp.rehearsal.absent import names_a_rank, names_of_rank, parsed
 from accel_fsdp.rehearsal.blame import Failure, mistake
 from accel_fsdp.units import counted
 
@@ -23,7 +23,7 @@ SHARE_BY_CONTENT = 1 / 3
 """The share of a rank's rows that another one has too, by content alone: samples drawn at random may share a few."""
 SHARE_OF_PARTS = 1 / 5
 """The same if each rank has a separate data set: two random halves of the same rows share about 1/2."""
-SPLITTING = ("shard", "select", "Subset", "split_dataset_by_node")
+SPLITTING = ("shard", "select", "Subset", "split_dataset_by_node", "range")
 """Functions that take a part of a data set."""
 DRAWING = ("random_split", "train_test_split", "shuffle", "permutation", "randperm", "sample")
 """Functions that order or divide a data set at random."""
@@ -43,7 +43,6 @@ def find(events: Sequence[RankEvent]) -> Iterator[Failure]:
     checks = [_same_rows(events, row_events)]
     checks += [look(of_ranks) for look in (_shared, _lost, _split_twice) for _, of_ranks in sorted(by_loader.items())]
     checks += [_smaller_batches(events, of_ranks) for _, of_ranks in sorted(by_loader.items())]
-    checks += [_other_labels(events), _other_streams(events)]
     checks += [_not_shuffled(events, rank) for rank in sorted({event.rank for event in events})]
     yield from list(chain.from_iterable(checks))[:1]
 
@@ -181,51 +180,6 @@ def _same_data(record: Mapping[str, Any], other_record: Mapping[str, Any]) -> bo
     return True if common and tells_apart else None
 
 
-def _other_labels(events: Sequence[RankEvent]) -> Iterator[Failure]:
-    """Ranks that give the classes of the same rows other numbers, in turn: rows that both have, in different epochs."""
-    by_rank: dict[int, dict[tuple[Any, ...], int]] = {}
-    drawn = [event for event in events if event.kind == "drawn"]
-    for rank, rows in ((event.rank, event.content) for event in drawn):
-        by_place = _by_place({**rows, "hashes": rows["labels"]})
-        labels = {(rows["line"], rows["loader"], place): label for place, label in by_place.items()}
-        by_rank.setdefault(rank, {}).update(labels)
-    for (first, of_first), (other, of_other) in combinations(sorted(by_rank.items()), 2):
-        pairs = [(of_first[row], of_other[row]) for row in of_first.keys() & of_other.keys()]
-        numbers = set(pairs)
-        is_one_to_one = len(numbers) == len({left for left, _ in numbers}) == len({right for _, right in numbers})
-        apart = sorted((left, right) for left, right in numbers if left != right)
-        if apart and is_one_to_one and len(pairs) >= FEWEST_BY_CONTENT:
-            yield mistake(
-                f"rank {first} gives rows the label {apart[0][0]}, to which rank {other} gives {apart[0][1]}",
-                "the same numbers on all ranks: sorted(set(names)), as each process orders a set of strings otherwise",
-                drawn[0].content["line"],
-            )
-            return
-
-
-def _other_streams(events: Sequence[RankEvent]) -> Iterator[Failure]:
-    """Data sets without indices of which the script gives each rank a part, before Accelerate does."""
-    streams: dict[int, dict[int, Mapping[str, Any]]] = {}
-    for event in events:
-        if event.kind == "stream":
-            streams.setdefault(event.content["number"], {})[event.rank] = event.content
-    for of_ranks in streams.values():
-        ranks = sorted(of_ranks)
-        first, last = of_ranks[ranks[0]], of_ranks[ranks[-1]]
-        names = [name for name, text in first["attributes"].items() if last["attributes"].get(name, text) != text]
-        if not names or "" in (first["row"], last["row"]) or first["row"] == last["row"]:
-            continue
-        name = min(names, key=lambda name: ("rank" not in name, name))
-        values = f"{name} {first['attributes'][name]} and {last['attributes'][name]}"
-        then = "all ranks rows of rank 0" if first["dispatched"] else "each rank a part of its own"
-        yield mistake(
-            f"the data sets of ranks {ranks[0]} and {ranks[-1]} give different rows, with {values}, and "
-            f"accelerator.prepare gives {then}: the others are never trained",
-            "all rows on every rank, as accelerator.prepare splits them; or a loader that isn't prepared",
-            first["line"],
-        )
-
-
 def _not_shuffled(events: Sequence[RankEvent], rank: int) -> Iterator[Failure]:
     """A sampler shuffles by its epoch, and its `set_epoch` was not called."""
     epochs = [event.content for event in events if event.kind == "drawn" and event.rank == rank]
@@ -284,11 +238,7 @@ def _contents(rows: Mapping[str, Any]) -> set[int]:
 def line_of_split(script: str) -> int:
     """The first line with a slice or a call of `SPLITTING` that depends on the rank; 0 if there is none."""
     tree = parsed(script)
-    by_rank: set[str] = set()
-    for _ in range(3):  # names computed from the rank, and names computed from those
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Assign) and _has_rank(node.value, by_rank):
-                by_rank |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    by_rank = names_of_rank(tree)
     lines = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.expr) and _splits(node, by_rank)]
     return min(lines, default=0)
 
@@ -308,17 +258,12 @@ def line_of_own_loader(script: str) -> int:
     return max((node.lineno for node in nodes if isinstance(node, ast.Return)), default=0)
 
 
-def _splits(node: ast.expr, by_rank: set[str]) -> bool:
+def _splits(node: ast.expr, by_rank: frozenset[str]) -> bool:
     if isinstance(node, ast.Subscript):
-        return isinstance(node.slice, ast.Slice) and _has_rank(node.slice, by_rank)
+        return names_a_rank(node.slice, by_rank)
     is_split = isinstance(node, ast.Call) and _name(node) in SPLITTING
-    return is_split and any(_has_rank(inner, by_rank) for inner in ast.iter_child_nodes(node))
+    return is_split and any(names_a_rank(inner, by_rank) for inner in ast.iter_child_nodes(node))
 
 
 def _name(call: ast.Call) -> str:
     return getattr(call.func, "attr", "") or getattr(call.func, "id", "")
-
-
-def _has_rank(node: ast.AST, by_rank: set[str]) -> bool:
-    names = [getattr(inner, "attr", "") or getattr(inner, "id", "") for inner in ast.walk(node)]
-    return any(name in by_rank or OF_RANK.search(name) for name in names)

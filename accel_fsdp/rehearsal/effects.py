@@ -7,7 +7,7 @@ from typing import Any
 from accel_fsdp.ranks import RankEvent
 from accel_fsdp.rehearsal import repeated
 from accel_fsdp.rehearsal.blame import Failure, mistake
-from accel_fsdp.units import counted
+from accel_fsdp.units import counted, first_few
 
 ROW = 3
 """The last backward passes without a gradient that show a mistake; a single batch may have no labels."""
@@ -79,26 +79,29 @@ def _hidden_nan(events: Sequence[RankEvent]) -> Iterator[Failure]:
 
 
 def _in_no_optimizer(events: Sequence[RankEvent]) -> Iterator[Failure]:
-    """Weights that are unfrozen later, or get gradients later, while more weights are trained."""
+    """Weights that get gradients and never change, while more weights do, unlike in a script that trains only a head.
+
+    Or weights that are unfrozen later. Those that join an optimizer later, or that the script changes, don't count.
+    """
     reports = [event.content for event in events if event.kind == "uncovered"]
-    at_first = {name for event in events if event.kind == "repeated" for name in event.content["uncovered"]}
-    trained = {name for report in reports for name in report["trained"]} | at_first
+    trained = {name for report in reports for name in report["trained"]}
     kept = {name for report in reports for name in report["kept"]} - trained
     thawed = sorted(kept.intersection(*(report["thawed"] for report in reports)))
     left = thawed or sorted(kept)
     if not thawed and (not left or len(left) >= reports[0]["count"] / 2):
         return
-    more = ", unfrozen after the first step" if thawed else ""
-    first = reports[0]
-    if thawed and first["added_at"] and first["strange"]:
-        more += f": {counted(first['strange'], 'weight')} that add_param_group added belong to no prepared model"
-        fix = "add_param_group with the prepared model's parameters, not those from before prepare"
-        failure = repeated.untrained(left, more, fix, events)
-        failure.line = first["added_at"]
-        yield failure
-        return
-    fix = "optimizer.add_param_group with the unfreezing; or give all weights to the optimizer, which skips frozen ones"
-    yield repeated.untrained(left, more, fix, events)
+    verb = "have gradients and never change" if len(left) > 1 else "has gradients and never changes"
+    what = f"no optimizer has {first_few(left, 1)}, which {verb}"
+    line = next((c["line"] for c in (e.content for e in events if e.kind == "optimizer") if c["line"]), "")
+    fix = "give them to the optimizer, as AdamW(model.parameters()) does; or requires_grad_(False) for them"
+    added_at, strange = reports[0]["added_at"], reports[0]["strange"]
+    if thawed:
+        what += ", unfrozen after the first step"
+        fix = "optimizer.add_param_group with the unfreezing; or all weights to the optimizer, which skips frozen ones"
+    if thawed and added_at and strange:
+        what += f": {counted(strange, 'weight')} that add_param_group added belong to no prepared model"
+        fix, line = "add_param_group with the prepared model's parameters, not those from before prepare", added_at
+    yield mistake(what, fix, line)
 
 
 def _of_schedules(events: Sequence[RankEvent]) -> Iterator[Failure]:
@@ -115,6 +118,11 @@ def _of_schedules(events: Sequence[RankEvent]) -> Iterator[Failure]:
         if content["moves"] > trained + idle:
             what += f": the scheduler moved {content['moves']} times"
         yield mistake(what, FIX, content["line"])
+    steps, planned = trained + idle, content["planned"]
+    if abs(planned - steps) <= 1 and content["moves"] >= 2 * steps > 2:
+        what = f"the learning rate's schedule for {counted(planned, 'step')} has moved {content['moves']} times"
+        yield mistake(f"{what}: with each micro-batch, not with each step", FIX, content["line"])
+        return
     risen = content["risen"]
     if risen["share"] > RISEN:
         what = f"the learning rate rises again: a cosine of {risen['length']} moves has moved {risen['moves']} times"

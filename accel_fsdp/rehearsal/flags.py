@@ -23,4 +23,5 @@ class RehearseCommand:
     processes: Annotated[Optional[int], arg("Ranks on this machine.", "N", default="2; 4 for a mesh")] = None
     script: Annotated[Optional[Path], arg("A training script of your own.", "FILE", default="train/sft.py")] = None
     timeout: Annotated[int, arg("How long a launch may take.", "SECONDS")] = 600
+    debug: Annotated[bool, arg("Show the ranks' output where a step fails, with its traceback.")] = False
     json: Annotated[bool, arg("The report as JSON.")] = False

@@ -1,9 +1,11 @@
-"""Loads two exported folders in a fresh process; prints the logits' largest difference, and the largest logit."""
+"""Exports a checkpoint, then loads two exported folders; writes the logits' largest difference, and the largest."""
 
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from accel_fsdp import command_line
 from accel_fsdp.errors import guard
 
 if TYPE_CHECKING:
@@ -13,9 +15,14 @@ TOKENS = 32
 
 
 def main() -> None:
-    """Runs `python -m accel_fsdp.rehearsal.reload ONE OTHER`."""
-    first, second = (_logits(folder) for folder in sys.argv[1:3])
-    sys.stdout.write(f"{float((first - second).abs().max())} {float(second.abs().max())}\n")
+    """Runs `python -m accel_fsdp.rehearsal.reload RESULT ONE OTHER EXPORT-ARGUMENTS`."""
+    from accel_fsdp import exporter
+
+    if code := exporter.run(command_line.parse("accel-fsdp export", exporter.ExportCommand, sys.argv[4:])):
+        sys.exit(code)
+    first, second = (_logits(folder) for folder in sys.argv[2:4])
+    numbers = [float((first - second).abs().max()), float(second.abs().max())]
+    Path(sys.argv[1]).write_text(json.dumps(numbers), encoding="utf-8")
 
 
 def _logits(folder: str) -> "torch.Tensor":

@@ -28,28 +28,27 @@ class Text(NamedTuple):
 def differences(events: Sequence[RankEvent]) -> Iterator[Failure]:
     """Yields the first difference between the ranks and one process, or why no update had an effect."""
     if first := _first_difference(events):
-        if not _averages_weights(events, first):
+        if not _may_part(events, first):
             kind = first["what"]
             yield PLAIN[kind].about(first) if kind in PLAIN else DECIDED[kind](first)
         return
     yield from _without_effect(events)
-    yield from _in_no_optimizer(events)
 
 
 def _first_difference(events: Sequence[RankEvent]) -> Mapping[str, Any] | None:
     return next((event.content for event in events if event.kind == "otherwise"), None)
 
 
-def _averages_weights(events: Sequence[RankEvent], difference: Mapping[str, Any] | None) -> bool:
-    """Whether the ranks train separately on purpose for some steps, after which the script averages their weights."""
+def _may_part(events: Sequence[RankEvent], difference: Mapping[str, Any] | None) -> bool:
+    """Whether the ranks may train separately on purpose, as where the script averages their weights at intervals."""
     is_apart = difference is not None and difference["what"] == "copies"
-    return is_apart and any(event.kind == "averaged" for event in events)
+    return is_apart and any(event.kind == "combines" for event in events)
 
 
 def summary(events: Sequence[RankEvent]) -> str:
     """The compared values, as the end of a sentence; empty if nothing was recorded."""
-    if _averages_weights(events, _first_difference(events)):
-        return f"; {UNCOMPARED}the script averages the ranks' weights at intervals, not their gradients"
+    if _may_part(events, _first_difference(events)):
+        return f"; {UNCOMPARED}the ranks' copies part, and the script combines the ranks' tensors itself"
     if why := next((event.content["why"] for event in events if event.kind == "unrepeated"), ""):
         return f"; {UNCOMPARED}{why}"
     updates = [event.content for event in events if event.kind == "repeated"]
@@ -59,10 +58,13 @@ def summary(events: Sequence[RankEvent]) -> str:
     compared = "gradients and weights of" if not any(update["steps"] for update in updates) else "gradients of"
     compared = "gradients after backward in" if any(update["changed"] for update in updates) else compared
     notes = "".join(f"; its step was not repeated: {update['steps']}" for update in updates[:1] if update["steps"])
+    if _rate_is_0(events):
+        notes += "; the learning rate is 0 in them, so that no weight moves"
     if any(update["changed"] for update in updates):
         notes += "; not repeated: what the script changes in them before the step"
-    if uncovered := updates[0]["uncovered"]:
-        notes += f"; no optimizer has {first_few(uncovered, 1)}, which have gradients"
+    left: list[str] = next((event.content["kept"] for event in events if event.kind == "uncovered"), [])
+    if left:
+        notes += f"; no optimizer has {first_few(left, 1)}, which have gradients"
     steps = f"the first {len(updates)} steps" if len(updates) > 1 else "the first step"
     return f"; {compared} {steps} are those of one process (apart by {difference:.0e}){notes}"
 
@@ -152,10 +154,13 @@ def _without_effect(events: Sequence[RankEvent]) -> Iterator[Failure]:
         what = f"the optimizer gets no gradient in {counted(len(updates), 'step')}"
         fix = "backward, then optimizer.step(), then zero_grad(); and the last micro-batch of a step outside of no_sync"
         yield mistake(what, fix, updates[0]["cleared_at"] or line)
-    elif not any(event.content["moved"] for event in events if event.kind == "weights"):
-        rates = {rate for update in updates for rate in update["rates"]}
-        why = ": the learning rate is 0" if rates == {0.0} else ""
-        yield mistake(f"no weight moved in any step{why}", "see the optimizer's rate and its schedule", line)
+    elif not _rate_is_0(events) and not any(event.content["moved"] for event in events if event.kind == "weights"):
+        yield mistake("no weight moved in any step", "see the optimizer's rate and its schedule", line)
+
+
+def _rate_is_0(events: Sequence[RankEvent]) -> bool:
+    """Whether the learning rate is 0 in all steps, as at the start of a warm-up: a plain run trains nothing either."""
+    return {rate for event in events if event.kind == "repeated" for rate in event.content["rates"]} == {0.0}
 
 
 def _other_step(content: Mapping[str, Any]) -> Failure:
@@ -163,26 +168,6 @@ def _other_step(content: Mapping[str, Any]) -> Failure:
     what = f"each step has {batches}, and each loss is divided by {content['accumulation']}"
     fix = "with accelerator.accumulate(model): around each batch, or leave out gradient_accumulation_steps"
     return Failure(what, "gradient_accumulation_steps", fix, content["line"])
-
-
-def _in_no_optimizer(events: Sequence[RankEvent]) -> Iterator[Failure]:
-    """Some weights get gradients and never change, while more weights do, unlike in a script that trains only a head.
-
-    Weights that join an optimizer later, or that the script changes, don't count.
-    """
-    updates = [event.content for event in events if event.kind == "repeated"]
-    unchanged = [set(event.content["still"]) for event in events if event.kind == "weights"]
-    left = sorted(set(updates[0]["uncovered"]).intersection(*unchanged)) if updates and unchanged else []
-    if left and len(left) < updates[0]["trained"] / 2:
-        fix = "give them to the optimizer, as AdamW(model.parameters()) does; or requires_grad_(False) for them"
-        yield untrained(left, "", fix, events, updates[0]["line"])
-
-
-def untrained(names: Sequence[str], more: str, fix: str, events: Sequence[RankEvent], line: str = "") -> Failure:
-    """The failure of weights in no optimizer, at the line that made one, else at `line`; `more` ends the sentence."""
-    verb = "have gradients and never change" if len(names) > 1 else "has gradients and never changes"
-    lines = (event.content["line"] for event in events if event.kind == "optimizer" and event.content["line"])
-    return mistake(f"no optimizer has {first_few(names, 1)}, which {verb}{more}", fix, next(lines, line))
 
 
 PLAIN: Mapping[str, Text] = {
@@ -242,6 +227,10 @@ PLAIN: Mapping[str, Text] = {
     "step": Text(
         "{optimizer} changes {name} by other values than in one process, apart by {apart:.2g} of their norm",
         "an optimizer that works on each element, such as AdamW, or FSDP2, which gives it whole weights as DTensors",
+    ),
+    "unscaled": Text(
+        "the model computes in fp16, and nothing scales the loss: small gradients become 0",
+        "torch.amp.GradScaler, under FSDP1 its ShardedGradScaler; or bf16, which has the range of float32",
     ),
     "summed-again": Text(
         "between backward and step gradients are multiplied by {ranks}, the number of ranks",

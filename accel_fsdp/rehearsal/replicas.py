@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from accel_fsdp.ranks import RankEvent, averaging
+from accel_fsdp.ranks import RankEvent
 from accel_fsdp.rehearsal.blame import Failure, mistake
 from accel_fsdp.units import first_few
 
@@ -31,12 +31,13 @@ class Parted:
 
 
 def parted(events: Sequence[RankEvent]) -> Parted | None:
-    """The first ranks that part, both after the last step and at the end; None where the script averages weights.
+    """The first ranks that part, both after the last step and at the end.
 
-    A rank may load weights after training, to evaluate them, or get others' after fewer batches.
+    None where the script combines the ranks' tensors itself. A rank may load weights after training, to evaluate them,
+    or get others' after fewer batches.
     """
     ranks = {event.rank for event in events if event.kind == "began"}
-    if any(event.kind == "averaged" for event in events) or averaging.averages_weights(events):
+    if any(event.kind == "combines" for event in events):
         return None
     copies: dict[int, dict[int, Mapping[str, Any]]] = {}
     for event in events:

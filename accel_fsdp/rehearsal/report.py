@@ -60,8 +60,8 @@ class Report:
         return json.dumps({**asdict(self), "passed": self.passed}, indent=2)
 
 
-def show(step: StepResult) -> None:
-    """Prints the line of a step, and the cause of its failure."""
+def show(step: StepResult, debug: bool = False) -> None:
+    """Prints the line of a step, and the cause of its failure; what the ranks printed if no cause is known."""
     mark, style = ("ok    ", "green") if step.passed else ("FAILED", "red")
     console.put(f"{mark} {step.name} ({step.seconds:.1f} s): {step.said}", style=style)
     if step.passed:
@@ -71,8 +71,10 @@ def show(step: StepResult) -> None:
     for title, text in (("key", step.key), ("line", with_source(step.line)), ("fix", step.fix)):
         if text:
             console.put(f"       {title}: {text}")
-    if step.output:
+    if step.output and (debug or not (step.line or step.fix)):
         console.say(step.output.rstrip(), style="dim", lines=True)
+    elif step.output:
+        console.say("       --debug shows what the ranks printed", style="dim")
 
 
 def with_source(line: str) -> str:

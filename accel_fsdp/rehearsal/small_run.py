@@ -84,11 +84,6 @@ class SmallRun:
         return "--async_checkpoints" in self.kept
 
     @property
-    def draws_noise(self) -> bool:
-        """Whether NEFTune noise, which differs in each run, is added to embeddings."""
-        return "--neftune_noise_alpha" in self.kept
-
-    @property
     def quantized(self) -> bool:
         """Whether the base has 4-bit weights, which are packed in the dtype of the computation."""
         return "--load_in_4bit" in self.kept

@@ -54,7 +54,7 @@ def _rank_differences(job: Job, rank: int, holding: Holding) -> Iterator[Differe
     if holding.whole and not may_be_whole and not job.ignores_modules:
         yield Difference(f"rank {rank} holds {holding.whole:,} weights whole, in no unit", "", WHOLE)
     yield from _unit_differences(job, rank, holding)
-    for name in job.layer_classes:
+    for name in (job.layer_classes and holding.classes) or job.layer_classes:
         units = sum(unit.kind == name for unit in holding.units)
         modules = holding.kinds.get(name, 0)
         if units < modules or not modules:
@@ -72,7 +72,7 @@ def _unit_differences(job: Job, rank: int, holding: Holding) -> Iterator[Differe
         if unit.held > unit.share:
             yield Difference(f"unit {_name(unit)}: rank {rank} holds {unit.held:,} of {unit.weights:,}", "fsdp_config")
             return
-    inner = [unit for unit in holding.units if unit.kind in job.layer_classes]
+    inner = [unit for unit in holding.units if unit.kind in {*job.layer_classes, *holding.classes}]
     if any(unit.reshards != job.layout.reshards for unit in inner):
         expected_state = "gathered" if job.layout.reshards else "sharded"
         key = "fsdp_reshard_after_forward" if job.engine is Engine.FSDP2 else "fsdp_sharding_strategy"
@@ -93,23 +93,6 @@ def of_job(config: JobConfig, ranks: int, machines: int, own_classes: tuple[str,
     layout = replace(layout, experts=experts)
     classes = own_classes if layout.is_by_transformers else job.layer_classes or own_classes
     return replace(job, layout=layout, layer_classes=classes if by_class else ())
-
-
-TITLES = ("unit", "modules", "weights", "on a rank", "ranks that share it")
-
-
-def table(ranks: Mapping[int, Holding]) -> list[tuple[str, ...]]:
-    """A table of the units on the rank that holds most, one row per class and size."""
-    counts: Counter[HeldUnit] = Counter()
-    fullest = _fullest(ranks)
-    for unit in fullest.units:
-        counts[replace(unit, name="")] += 1
-    rows = [
-        (unit.kind, str(count), f"{unit.weights:,}", f"{unit.held:,}", str(unit.ranks))
-        for unit, count in counts.items()
-    ]
-    unsharded_row = [("in no unit", "", f"{fullest.whole:,}", f"{fullest.whole:,}", "1")] if fullest.whole else []
-    return [*rows, *unsharded_row, ("all", "", f"{fullest.weights:,}", f"{fullest.held:,}", "")]
 
 
 def repeated(holding: Holding) -> tuple[str, ...]:

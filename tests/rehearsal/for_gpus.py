@@ -106,7 +106,7 @@ scaler = torch.amp.GradScaler(device.type, enabled=IS_FOR_GPUS)
 torch.manual_seed(rank)
 rows = torch.randn(3, 4, 8)
 for batch in rows:
-    with torch.autocast(device.type, dtype=torch.bfloat16):
+    with torch.autocast(device.type, torch.bfloat16, True):
         loss = model(batch.to(device, non_blocking=True)).square().mean()
     optimizer.zero_grad()
     scaler.scale(loss).backward()

@@ -69,6 +69,8 @@ optimizer: Any = torch.optim.AdamW(parameters, lr=1e-3)
 if "learned weight of a loss" in WAYS:
     scaled = nn.Linear(1, 1)
     parameters += scaled.parameters()
+if "rate in a tensor" in WAYS:
+    optimizer = torch.optim.AdamW(parameters, lr=torch.tensor(1e-3))
 if "momentum" in WAYS:
     optimizer = torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1)
 if "groups" in WAYS:
@@ -135,16 +137,12 @@ def loss_of(batch: torch.Tensor) -> torch.Tensor:
 
 
 for step, batch in enumerate(loader):
-    if {"averages weights", "averages copies"} & {*WAYS}:  # as local SGD does
+    if "averages weights" in WAYS:  # as local SGD does
         with model.no_sync():
             loss_of(batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step == 2 and "averages copies" in WAYS:
-            vector = nn.utils.parameters_to_vector(model.parameters())
-            torch.distributed.all_reduce(vector)
-            nn.utils.vector_to_parameters(vector / accelerator.num_processes, model.parameters())
-        elif step == 2:
+        if step == 2:
             for weight in model.parameters():
                 torch.distributed.all_reduce(weight.data)
                 weight.data /= accelerator.num_processes

@@ -12,6 +12,7 @@ import torch
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from torch.utils.data import (
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -23,7 +24,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from accel_fsdp.ranks import RankEvent, read
 from accel_fsdp.ranks.drawn_rows import DrawnRows, ObservedRows, hashes_of
-from accel_fsdp.rehearsal import drawn_rows
+from accel_fsdp.rehearsal import absent, drawn_rows
 
 ROWS: Any = list(torch.randint(0, 100, (32, 12), generator=torch.Generator().manual_seed(0)))
 RANKS = 2
@@ -91,16 +92,6 @@ def padded(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": ids != -1}
 
 
-def labelled(label: Callable[[int], int]) -> Callable[[list[torch.Tensor]], dict[str, torch.Tensor]]:
-    """Collates rows with a class each, that of the row's first number modulo 3."""
-    return lambda rows: {"ids": torch.stack(rows), "label": torch.tensor([label(int(row[0]) % 3) for row in rows])}
-
-
-def classified(rank: int, label: Callable[[int], int]) -> Epochs:
-    rows: Any = DataLoader(ROWS, 2, shuffle=True, generator=seeded(1), collate_fn=labelled(label))
-    return again(prepared(rows, rank))
-
-
 def shuffled(seed: int) -> list[int]:
     return torch.randperm(32, generator=seeded(seed)).tolist()  # type: ignore[no-any-return]
 
@@ -148,13 +139,37 @@ RIGHT: dict[str, Callable[[int], Epochs]] = {
     "stream": lambda rank: again(prepared(DataLoader(Stream(ROWS[:21]), 4), rank)),
     "stream with workers": lambda rank: again(prepared(DataLoader(Stream(ROWS[:21]), 4, num_workers=1), rank)),
     "workers": lambda rank: again(prepared(DataLoader(ROWS[:29], 4, num_workers=2), rank)),
-    "classes": lambda rank: classified(rank, lambda number: number),
-    "random classes": lambda rank: classified(rank, lambda _: random.randrange(3)),
     "peeks": peeks,
+    "more rows than are recorded": lambda rank: again(sampled(Ordered(range(32)), rank, 1)),
+    "more rows than are recorded, shuffled": lambda rank: again(
+        prepared(DataLoader(ROWS, 1, shuffle=True, generator=seeded(1)), rank)
+    ),
 }  # fmt: skip
 
 
+class Texts(Dataset[Any]):
+    """An own data set of the rows that a rank was given."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self.texts = texts
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, place: int) -> Any:
+        return torch.tensor([ord(letter) for letter in self.texts[place]])
+
+
+TEXTS = [f"row {place:02}" for place in range(32)]
+
+
+def own_part(rank: int) -> Epochs:
+    part = TEXTS[rank::RANKS]
+    return again(prepared(DataLoader(Texts(part), 2), rank))
+
+
 WRONG: dict[str, tuple[Callable[[int], Epochs], str]] = {
+    "an own part of the rows, split again": (own_part, "of its 16 rows a rank takes only 8 in an epoch: the script"),
     "sharded twice": (
         lambda rank: again(sampled(distributed(rank), rank), 2),
         "of 32 rows the ranks take only 16 in an epoch: accelerator.prepare and a DistributedSampler both",
@@ -177,10 +192,6 @@ WRONG: dict[str, tuple[Callable[[int], Epochs], str]] = {
     "stream that each rank shuffles": (
         lambda rank: again(DataLoader(Stream([ROWS[place] for place in shuffled(rank)]), 2), 12), "of 24 rows",
     ),
-    "classes that each rank numbers": (
-        lambda rank: classified(rank, lambda number: (number + rank) % 3),
-        "rank 0 gives rows the label 0, to which rank 1 gives 1",
-    ),
     "no set_epoch": (
         lambda rank: again(unprepared(distributed(rank))),
         "epoch 2 has the rows of epoch 1 in the same order, 16 on rank 0",
@@ -192,6 +203,7 @@ def judged(folder: Path, monkeypatch: pytest.MonkeyPatch, epochs: Callable[[int]
     """What is said of two ranks, which run one after the other here."""
     monkeypatch.setenv("ACCEL_FSDP_EVENTS", str(folder))
     monkeypatch.setenv("WORLD_SIZE", str(RANKS))
+    monkeypatch.setattr("sys.argv", [__file__])
     for rank in range(RANKS):
         with monkeypatch.context() as patched:
             for owner, name in PATCHED:
@@ -209,6 +221,8 @@ def judged(folder: Path, monkeypatch: pytest.MonkeyPatch, epochs: Callable[[int]
 
 @pytest.mark.parametrize("way", RIGHT)
 def test_right_ways_to_share_rows(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way.startswith("more rows"):
+        monkeypatch.setattr("accel_fsdp.ranks.drawn_rows.MOST_ROWS", 6)
     assert not judged(tmp_path, monkeypatch, RIGHT[way])
 
 
@@ -268,3 +282,20 @@ def test_the_line_of_a_random_split_is_named(tmp_path: Path) -> None:
     assert drawn_rows.line_of_draw(f"{script}:1") == f"{script}:1"
     script.write_text("loader = DataLoader(rows, shuffle=True)\n")
     assert drawn_rows.line_of_draw(f"{script}:1") == f"{script}:1"
+
+
+def test_names_of_a_rank_are_those_that_come_from_one() -> None:
+    source = """
+rank = 8
+lora_rank = args.lora_rank
+me = int(os.environ["RANK"])
+is_first = me == 0
+if lora_rank > 4: pass
+if rank > 4: pass
+if is_first: pass
+if accelerator.is_main_process: pass
+"""
+    tree = absent.ast.parse(source)
+    names = absent.names_of_rank(tree)
+    tests = [node.test for node in tree.body if isinstance(node, absent.ast.If)]
+    assert [absent.names_a_rank(test, names) for test in tests] == [False, False, True, True]

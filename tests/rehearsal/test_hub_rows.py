@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,8 +12,7 @@ from typing import Any, ClassVar
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from conftest import ROOT, accel_fsdp, free_port
-from datasets import Dataset
+from conftest import ROOT
 
 from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UserError
@@ -110,13 +107,7 @@ def fetched(folder: Path, name: str, split: str = "train_sft") -> tuple[str, lis
     return why, [json.loads(line) for line in lines]
 
 
-@pytest.mark.slow(but=1)
-@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-def test_the_first_rows_are_streamed(ending: str, hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if ending == "parquet":
-        Dataset.from_list(ROWS).to_parquet(tmp_path / "rows.parquet")
-        content = {"data/train_sft-00000-of-00001.parquet": (tmp_path / "rows.parquet").read_bytes()}
-        monkeypatch.setattr(Hub, "files", content)
+def test_the_first_rows_are_streamed(hub: str, tmp_path: Path) -> None:
     assert fetched(tmp_path / "there", "me/chats") == ("", ROWS[:64])
 
 
@@ -128,26 +119,14 @@ def test_what_the_hub_refuses(hub: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_cache_is_used_where_there_is_no_hub(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = "from accel_fsdp.training.data import load; print(load.load('me/chats'))"
-    done = subprocess.run([sys.executable, "-c", load], capture_output=True, text=True, check=False, cwd=ROOT)
-    assert "num_rows: 80" in done.stdout, done.stderr
-    for name, value in (("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}"), ("HF_HUB_OFFLINE", "1")):
-        monkeypatch.setenv(name, value)
-        assert fetched(tmp_path / name, "me/chats") == ("", ROWS[:64])
-
-
-@pytest.mark.slow
 def test_why_there_are_none(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Hub, "silent", True)
     monkeypatch.setattr(hub_rows, "SECONDS", 3)
     assert fetched(tmp_path / "a", "me/chats") == ("the hub gave none in 3 seconds", [])
+    monkeypatch.setattr(Hub, "silent", False)
     monkeypatch.setattr(hub_rows, "SECONDS", 60)
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}")
-    why = fetched(tmp_path / "b", "me/chats")[0]
-    assert why == "the hub can't be reached ([Errno 111] Connection refused), and no cache here has it"
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert fetched(tmp_path / "c", "me/chats")[0] == "HF_HUB_OFFLINE is set, and no cache here has it"
+    assert "OfflineModeIsEnabled" in fetched(tmp_path / "c", "me/chats")[0]
 
 
 WORDS = ("--dataset_train_split", "train_sft", "--columns", "prompt=question", "completion=answer", "--seed", "7")
@@ -156,26 +135,18 @@ WORDS = ("--dataset_train_split", "train_sft", "--columns", "prompt=question", "
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("me/chats", "rows made up, as me/chats can't be read: HF_HUB_OFFLINE is set, and no cache here has it"),
-        ("/data/me/chats", "rows made up, as /data/me/chats isn't here: /data/me/chats"),
-        ("chats.jsonl", f"rows made up, as chats.jsonl isn't here: {ROOT / 'chats.jsonl'}"),
+        (
+            "me/chats",
+            "as me/chats can't be read: Couldn't reach 'me/chats' on the Hub (OfflineModeIsEnabled)",
+        ),
+        ("/data/me/chats", "as /data/me/chats isn't here: /data/me/chats"),
+        ("chats.jsonl", f"as chats.jsonl isn't here: {ROOT / 'chats.jsonl'}"),
     ],
 )
 def test_made_up_rows_need_no_columns(name: str, message: str, tiny_model: Path, tmp_path: Path) -> None:
     words = ("--dataset_name", name, *WORDS)
     alone = Layout.alone()
     prepared = prepare.prepare(JobConfig({}), str(tiny_model), words, Rehearsed(tmp_path, tmp_path), alone, alone)
-    assert prepared.sentence.endswith(f"; tokenizer real, {message}")
+    assert prepared.sentence.endswith(f"; tokenizer real, rows made up, {message}")
     assert prepared.run.kept == ("--dataset_train_split", "train_sft", "--seed", "7")
     assert [file.name for file in prepared.rows.rglob("*.jsonl")] == ["train_sft-00000-of-00001.jsonl"]
-
-
-@pytest.mark.slow
-def test_rows_of_the_hub_are_trained_on(hub: str, tiny_model: Path) -> None:
-    """Each row is longer than a rehearsal's, and the answer comes last."""
-    words = ["--model", tiny_model, "--", "--dataset_name", "me/chats", *WORDS, "--completion_only_loss", "true"]
-    finished = accel_fsdp("rehearse", ROOT / "accelerate_configs/fsdp2.yaml", "--json", *words)
-    report = json.loads(finished.output[finished.output.index("{\n") :])
-    assert finished.code == 0, finished.output
-    assert report["steps"][1]["said"].endswith("; tokenizer real, rows cut")
-    assert not any("rows of the data set" in sentence for sentence in report["of_real_model"])

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from conftest import SFT, Finished, accel_fsdp
-from test_mistakes import DOCS, FSDP2, in_docs, yaml_file
+from rehearsals import FSDP2, yaml_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from accel_fsdp.config import JobConfig
@@ -73,7 +72,7 @@ def test_shards_of_tensor_parallel_groups(models: Path, tmp_path: Path) -> None:
     whole, held = (int(sentences["train and save"].split()[place].replace(",", "")) for place in (-2, -4))
     assert whole / 4 <= held < whole / 4 + 100, sentences  # norms alone are not split
     assert "gradients and weights of the first 2 steps are those of one process" in sentences["resume after SIGKILL"]
-    assert "losses of steps 3 to 4 are those of one process" in sentences["resume on 2 ranks"]
+    assert "losses of steps 3 to 4 are those of one process" in sentences["resume on 1 rank"]
 
 
 def test_divided_experts(models: Path, tmp_path: Path) -> None:
@@ -98,8 +97,6 @@ def test_a_norm_of_split_heads_that_is_summed_too_often_is_found(models: Path, t
     step = json.loads(finished.output[finished.output.index("{\n") :])["steps"][-1]
     assert (step["passed"], step["key"]) == (False, "the script"), step
     assert "k_norm.weight differs from that of one process" in step["said"], step
-    assert "a norm of split heads" in DOCS
-    assert in_docs(step["said"]), step["said"]
 
 
 def job(ranks: int, **sizes: int) -> JobConfig:
@@ -199,17 +196,3 @@ def test_another_script_has_only_what_splits_nothing(tmp_path: Path) -> None:
     finished = accel_fsdp("rehearse", file, "--script", tmp_path / "own.py")
     assert finished.code == 2
     assert "tp_size can't be rehearsed with own.py" in finished.output
-
-
-def test_launch_on_cpu_shows_the_units_of_a_mesh(models: Path, text_data: Path, tmp_path: Path) -> None:
-    file = mesh_file(tmp_path, "no", dp_shard=2)
-    file.write_text(yaml.safe_dump({**yaml.safe_load(file.read_text()), "num_processes": 2}))
-    words = ["--model_name_or_path", models / "qwen3_moe", "--dataset_name", text_data, "--max_steps", "1"]
-    words += ["--output_dir", tmp_path / "out", "--expert_parallel_size", "2", "--per_device_train_batch_size", "1"]
-    finished = accel_fsdp("launch", "--cpu", file, SFT, *words)
-    assert finished.code == 0, finished.output
-    rows = [line.split() for line in finished.output.splitlines()]
-    (experts,) = [row for row in rows if row[:1] == ["Qwen3MoeExperts"]]
-    assert (experts[1], experts[4]) == ("2", "1")  # each rank has half of them, and shares these with none
-    assert int(experts[3].replace(",", "")) * 2 == int(experts[2].replace(",", ""))
-    assert "not what the YAML asks for" not in finished.output

@@ -1,11 +1,5 @@
-"""Mistakes that people make, planted one by one: a rehearsal fails on each and names the key, argument or line of it.
+"""Mistakes of a YAML and of a script, as they are judged from the events of ranks."""
 
-docs/rehearse.md shows the lines.
-"""
-
-import json
-import os
-import re
 import socket
 import sys
 import weakref
@@ -17,59 +11,16 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import ROOT, accel_fsdp
+from conftest import ROOT
+from rehearsals import FSDP1, FSDP2, rehearsed, yaml_file
 
 from accel_fsdp.config import JobConfig, read_config
 from accel_fsdp.hardware import host
-from accel_fsdp.ranks import RankEvent, drawn_rows, gradients, measure, read, script
-from accel_fsdp.rehearsal import blame, effects, job, mistakes, on_cpu, own_script, repeated, replicas
+from accel_fsdp.ranks import HeldUnit, Holding, RankEvent, drawn_rows, gradients, measure, observing, read, script
+from accel_fsdp.rehearsal import blame, effects, job, mistakes, own_script, replicas, verdict
 from accel_fsdp.rehearsal.job import Outcome
 
-SCRIPT = ROOT / "tests/rehearsal/mistaken.py"
-FSDP1 = {
-    "fsdp_version": 1, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_use_orig_params": True,
-    "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer", "fsdp_sharding_strategy": "FULL_SHARD",
-    "fsdp_state_dict_type": "SHARDED_STATE_DICT", "fsdp_cpu_ram_efficient_loading": False,
-}  # fmt: skip
-FSDP2 = {
-    "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_reshard_after_forward": True,
-    "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer", "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-}  # fmt: skip
-AT = re.compile(r"mistaken\.py:(\d+)$")
-
-
-def yaml_file(folder: Path, fsdp: dict[str, Any], **top: Any) -> Path:
-    """Of a job with FSDP; with DDP where nothing is said of it."""
-    path = folder / "fsdp.yaml"
-    engine = {"distributed_type": "FSDP", "fsdp_config": fsdp} if fsdp else {"distributed_type": "MULTI_GPU"}
-    common = {"compute_environment": "LOCAL_MACHINE", "mixed_precision": "no", "num_machines": 1, "num_processes": 8}
-    path.write_text(yaml.safe_dump({**common, **engine, **top}))
-    return path
-
-
-def rehearsed(folder: Path, model: Path, mistake: str, fsdp: dict[str, Any], **top: Any) -> dict[str, Any]:
-    """The report on the script with a mistake."""
-    words = ["--json", yaml_file(folder, fsdp, **top), "--script", SCRIPT, "--", mistake, model, folder / "saved"]
-    finished = accel_fsdp("rehearse", *words)
-    report: dict[str, Any] = json.loads(finished.output[finished.output.index("{\n") :])
-    assert finished.code == (0 if report["passed"] else 1)
-    return report
-
-
-def line_of(text: str) -> int:
-    """Where the mistake is made."""
-    return next(number for number, line in enumerate(SCRIPT.read_text().splitlines(), 1) if text in line)
-
-
-@pytest.mark.parametrize("fsdp", [FSDP1, FSDP2], ids=["fsdp1", "fsdp2"])
-def test_without_a_mistake_it_passes(fsdp: dict[str, Any], tiny_model: Path, tmp_path: Path) -> None:
-    report = rehearsed(tmp_path, tiny_model, "none", fsdp)
-    assert report["passed"], report
-    assert re.fullmatch(r"step 0: loss [\d.]+\nstep 1: loss [\d.]+", report["steps"][-1]["output"])
-    sentence = report["steps"][-1]["said"]
-    assert re.match(rf"FSDP{fsdp['fsdp_version']}.* units; a rank holds at most [\d,]+ of [\d,]+ weights", sentence)
-
-
+RIGHT = ROOT / "tests/rehearsal/right.py"
 WITHOUT_STRATEGY = {key: value for key, value in FSDP1.items() if key != "fsdp_sharding_strategy"}
 BY_YAML = {
     "wrong layer class": (
@@ -94,215 +45,10 @@ BY_YAML = {
 @pytest.mark.parametrize("name", BY_YAML)
 def test_of_the_yaml(name: str, tiny_model: Path, tmp_path: Path) -> None:
     fsdp, message, key = BY_YAML[name]
-    failed = rehearsed(tmp_path, tiny_model, "none", fsdp)["steps"][-1]
+    failed = rehearsed(yaml_file(tmp_path, fsdp), RIGHT, "plain", tiny_model)
     assert not failed["passed"]
     assert message in failed["said"]
     assert key in failed["key"]
-    assert name in DOCS
-    assert in_docs(failed["said"]), failed
-
-
-BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
-    "LoRA with FSDP2's checkpointing": (
-        "adapter", FSDP2 | {"fsdp_activation_checkpointing": True}, "fsdp_activation_checkpointing", "state_dict=state",
-    ),
-    "LoRA under FSDP1": ("adapter", FSDP1, "fsdp_version", "state_dict=state"),
-    "save_state on rank 0 alone": ("saves on one rank", FSDP2, "the script", "accelerator.save_state"),
-    "state_dict on rank 0 alone": ("state dict on one rank", FSDP2, "the script", "    accelerator.get_state_dict("),
-    "state_dict on rank 0 alone, and end_training": (
-        "state dict on one rank, others end", FSDP2, "the script", "    accelerator.get_state_dict(",
-    ),
-    "an error caught on one rank": ("swallows an error", FSDP2, "the script", "loss = model(input_ids"),
-    "an error of the script's own, caught on one rank": (
-        "swallows its own error", FSDP2, "the script", "raise ValueError(",
-    ),
-    "evaluation on rank 0 alone": ("evaluates on one rank", FSDP2, "the script", "evaluated = model("),
-    "a barrier on rank 0 alone": ("barrier on one rank", FSDP2, "the script", "accelerator.wait_for_everyone()"),
-    "generate on one rank alone": ("generates on one rank", FSDP2, "the script", "model.generate(rows[:1], max_new"),
-    "generate of other lengths on each rank": ("generates other lengths", FSDP2, "the script", "synced_gpus=False"),
-    "gather of other sizes on each rank": ("gathers other sizes", {}, "the script", "accelerator.gather("),
-    "shards of gradients summed over ranks": ("sums shards", FSDP2, "the script", "all_reduce(parameter.grad.to_local"),
-    "shards of weights sent to all ranks": ("sends shards", FSDP1, "the script", "broadcast(parameter.data"),
-    "statistics of each rank": (
-        "statistics of each rank", FSDP2 | {"fsdp_cpu_ram_efficient_loading": False}, "the script", "self.mean.lerp_(",
-    ),
-    "a head for each rank": ("task of each rank", FSDP2, "the script", "accelerator.backward(loss * scale"),
-    "fewer batches on one rank": ("uneven batches", FSDP2, "the script", "loss = model(input_ids"),
-    "use_orig_params: false with frozen layers": (
-        "frozen layers", FSDP1 | {"fsdp_use_orig_params": False}, "fsdp_use_orig_params", "model, optimizer, loader)",
-    ),
-    "optimizer of other weights": ("optimizer of other weights", FSDP1, "the script", "AdamW([nn.Parameter("),
-    "clipping by torch's function under FSDP1": ("torch clips", FSDP1, "the script", "torch.nn.utils.clip_grad_norm_"),
-    "tied weights in different units": (
-        "tied", FSDP1 | {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer,Embedding"},
-        "fsdp_transformer_layer_cls_to_wrap", "",
-    ),
-    "generate outside of a gathered context": ("generate", FSDP1, "the script", "generate(rows"),
-    "forward of a part of the model": ("part of the model", FSDP2, "the script", "model.embed_tokens(batch)"),
-    "other control flow on a rank": ("control flow", FSDP1, "the script", "loss = model(input_ids"),
-    "experts as units, routed by rank": (
-        "experts", FSDP2 | {"fsdp_transformer_layer_cls_to_wrap": "LlamaMLP"}, "fsdp_transformer_layer_cls_to_wrap", "",
-    ),
-    "dropout drawn again under checkpointing": ("forgotten random state", FSDP1, "preserve_rng_state", ""),
-    "dropout with FSDP2's checkpointing": (
-        "dropout", FSDP2 | {"fsdp_activation_checkpointing": True}, "fsdp_activation_checkpointing", "labels=batch, **",
-    ),
-    "a rank that ends itself": ("exits", FSDP1, "the script", "sys.exit(3)"),
-    "a dataloader not prepared": ("dataloader not prepared", FSDP2, "the script", "labels=batch, **counts"),
-    "sharded twice": ("sharded twice", FSDP2, "the script", "sampler=DistributedSampler(rows))"),
-    "rows split by hand, and by prepare": ("split by hand", FSDP2, "the script", "own_rows = rows["),
-    "another shuffle on each rank": ("another shuffle", FSDP1, "the script", "shuffle=True, generator=order)"),
-    "an own sampler with another seed on each rank": ("another order", FSDP2, "the script", "sampler=Shuffled())"),
-    "fewer rows on one rank": ("fewer rows", FSDP2, "the script", "batch_size=2 - accelerator.process_index"),
-    "a head in no optimizer": ("head forgotten", FSDP2, "the script", "AdamW(model.model.parameters()"),
-    "layers unfrozen later, in no optimizer": ("unfrozen late", FSDP2, "the script", "AdamW(trained or"),
-    "layers unfrozen later, added as they were before prepare": (
-        "stale group", FSDP2, "the script", "add_param_group({",
-    ),
-    "groups of an optimizer by dimensions": (
-        "decay by dimensions", FSDP1, "the script", "if parameter.dim() == 1]",
-    ),
-    "a hook on a weight, before prepare": ("hook lost", FSDP2, "the script", "lambda gradient: 0 *"),
-    "a hook on a weight, before prepare, under FSDP1": ("hook lost", FSDP1, "the script", "lambda gradient: 0 *"),
-    "a hook on a weight, after prepare": ("hook of a shard", FSDP2, "the script", "register_hook(torch.zeros_like)"),
-    "set_epoch() forgotten": ("same order", {}, "the script", "# twice"),
-    "shards saved as a model": ("saves shards", FSDP1, "the script", "save_pretrained(FOLDER)"),
-    "optimizer.step() on rank 0 alone": ("steps on one rank", FSDP2, "the script", "optimizer.step()"),
-    "optimizer.step() forgotten": ("no step", FSDP1, "the script", "accelerator.backward(loss * scale"),
-    "another learning rate on each rank": ("rates apart", FSDP2, "the script", "model.parameters(), lr=rate"),
-    "another learning rate on each rank, under FSDP1": (
-        "rates apart", FSDP1, "the script", "model.parameters(), lr=rate",
-    ),
-    "zero_grad() forgotten": ("never cleared", FSDP2, "the script", "optimizer.step()"),
-    "zero_grad() forgotten, under FSDP1": ("never cleared", FSDP1, "the script", "optimizer.step()"),
-    "another seed on each rank": (
-        "other seeds", FSDP2 | {"fsdp_cpu_ram_efficient_loading": False}, "the script", "model, optimizer, loader)",
-    ),
-    "another seed on each rank, under FSDP1": (
-        "other seeds", FSDP1 | {"fsdp_sync_module_states": False}, "the script", "model, optimizer, loader)",
-    ),
-    "torch.save of shards": ("torch saves shards", FSDP2, "the script", "torch.save("),
-    "torch.save of shards, under FSDP1": ("torch saves shards", FSDP1, "the script", "torch.save("),
-    "local tensors saved as a model": ("saves local tensors", FSDP2, "the script", "save_file({name"),
-    "local tensors in a sharded checkpoint": ("checkpoints local tensors", FSDP2, "the script", "checkpoint.save({"),
-    "one rank's values, and zeros": ("saves a part, and zeros", FSDP2, "the script", "# as a model"),
-    "whole weights summed over ranks": ("sums whole weights", FSDP2, "the script", "# as a model"),
-    "a state dict from before training": ("state dict from before training", FSDP2, "the script", "# as a model"),
-    "names of a wrapper": ("wrapped names", {}, "the script", "save_model(model"),
-    "names of PEFT in a model's folder": ("adapted model", FSDP2, "the script", "model.save_pretrained(FOLDER"),
-    "flat weights saved": ("flat weights", FSDP1, "the script", "accelerator.save(state, f"),
-    "one file written by all ranks": ("one file by all ranks", FSDP2, "the script", "torch.save(accelerator.get_"),
-    "whole weights loaded after prepare": ("loads whole weights", FSDP2, "the script", "model.load_state_dict("),
-    "weights changed after evaluation": ("weights after evaluation", FSDP2, "the script", "parameter.copy_(average)"),
-    "two optimizers saved": ("two optimizers", FSDP1, "the script", "# with both"),
-    "two optimizers saved, under FSDP2": ("two optimizers", FSDP2, "the script", "# with both"),
-    "an attribute of a wrapped model": ("attribute of a wrapped model", {}, "the script", "model.config.use_cache"),
-    "a misspelt method": ("method of no model", FSDP2, "the script", "model.prepare_for_traning()"),
-    "a loss that is NaN": ("loss is NaN", FSDP1, "the script", "accelerator.backward(loss * scale"),
-    "a tracker that isn't installed": ("tracker", FSDP2, "the script", "log_with="),
-    "clipping before backward": ("clips before backward", FSDP2, "the script", "accelerator.clip_grad_norm_"),
-    "clipping by another of torch's functions": ("clips by another function", FSDP1, "the script", "optimizer.step()"),
-    "no_sync around every step": ("not synced", FSDP2, "the script", "synced.enter_context("),
-    "no_sync around every step, under FSDP1": ("not synced", FSDP1, "the script", "optimizer.step()"),
-    "no_sync around every step, under DDP": ("not synced", {}, "the script", "synced.enter_context("),
-    "no_sync around every step, and weights that are compared": (
-        "not synced, but compared", {}, "the script", "synced.enter_context(",
-    ),
-    "gradients reduced in the first micro-batch alone": (
-        "syncs the first", FSDP2, "the script", "set_requires_gradient_sync(",
-    ),
-    "an optimizer that is not prepared": ("optimizer not prepared", {}, "the script", "optimizer.step()"),
-    "trained weights that FSDP ignores": ("head ignored", FSDP1, "the script", "prepare(model, optimizer, loader)"),
-    "losses not divided by the accumulation steps": ("not divided", FSDP1, "the script", "loss.backward()"),
-    "losses divided twice": ("divided twice", FSDP2, "the script", "accelerator.backward(loss / ACCUMULATED)"),
-    "losses divided by the tokens of all ranks and micro-batches, and again": (
-        "tokens of all, divided", FSDP2, "the script", "# which divides it again",
-    ),
-    "zero_grad() before the step": ("cleared before the step", FSDP2, "the script", "optimizer.step()"),
-    "a learning rate of 0": ("rate of 0", FSDP1, "the script", "optimizer.step()"),
-    "a rate that ends too early": ("rate ends early", FSDP2, "the script", "LinearLR("),
-    "a rate that rises again": ("rate rises again", FSDP2, "the script", "T_max=4"),
-    "a rate that is left before its end": ("rate for all ranks", FSDP2, "the script", "optimizer.optimizer, moves"),
-    "parts of a stream, prepared": ("parts of a stream", FSDP2, "the script", "DataLoader(Stream("),
-    "a scheduler of another optimizer": ("scheduler of another optimizer", FSDP1, "the script", "ConstantLR("),
-    "no weight that needs gradients": ("nothing trained", FSDP2, "the script", "optimizer.step()"),
-    "gradients cleared with each micro-batch": ("each batch cleared", FSDP2, "the script", "set_to_none=NAME"),
-    "an epoch's last batch without a step": ("batch left over", {}, "the script", "optimizer.step()"),
-    "a state before prepare": ("loads before prepare", FSDP2, "the script", "accelerator.load_state(MODEL)"),
-    "a step before all its batches": (
-        "steps early", FSDP2, "gradient_accumulation_steps", "accelerator.backward(loss * scale)",
-    ),
-    "gradients summed again": ("summed again", {}, "the script", "all_reduce(parameter.grad)"),
-    "a learned weight of a loss, not prepared, under FSDP2": (
-        "learned weight of a loss", FSDP2, "the script", "prepare(model, optimizer, loader)",
-    ),
-    "a NaN loss replaced": ("NaN hidden", FSDP2, "the script", "torch.nan_to_num(model"),
-    "a NaN loss replaced after a step": ("NaN hidden late", FSDP2, "the script", "torch.nan_to_num(mean)"),
-    "a NaN loss masked after a step": ("NaN masked late", FSDP2, "the script", "torch.where(mean.isnan()"),
-    "a number instead of a NaN loss": ("NaN left out late", FSDP2, "the script", "accelerator.backward(loss * scale)"),
-    "NaN gradients replaced": ("NaN replaced", {}, "the script", "nan_to_num_()"),
-    "evaluation mode on one rank": ("evaluates on", FSDP2, "the script", "accelerator.backward(loss * scale)"),
-    "evaluation mode to the end": ("stays in evaluation", FSDP2, "the script", "# and no train()"),
-    "a loss times the number of ranks": ("times ranks", {}, "the script", "accelerator.backward(loss * scale)"),
-    "a forward pass past the wrapper": ("past the wrapper", {}, "the script", "model.module("),
-    "a method past the wrapper": ("method past the wrapper", {}, "the script", "head.module.predict("),
-    "a learned weight of a loss, not prepared": ("learned weight of a loss", {}, "the script", "loss = scaled(loss)"),
-    "weights drawn again on a rank": ("begins apart", FSDP2, "the script", ".normal_()"),
-    "gradients summed over ranks": ("sums over ranks", {}, "the script", "accelerator.backward(loss * scale)"),
-    "gradients that one rank alone changes": ("noise on a rank", FSDP2, "the script", ".add_(torch.tensor"),
-    "a step that one rank skips": ("skips a step", {}, "the script", "optimizer.step()"),
-    "steps after other batches on each rank": ("other batches", {}, "the script", "optimizer.step()"),
-    "a schedule of each rank's own, under DDP": ("rate of each rank", {}, "the script", "scheduler.step()"),
-    "weights unfrozen after DDP's wrap": ("unfrozen copies", {}, "the script", "# after DDP has wrapped it"),
-    "weights unfrozen after DDP's wrap, later": ("unfrozen copies late", {}, "the script", "# that DDP had frozen"),
-    "weights that rank 0 alone reloads": ("reloads", {}, "the script", "model.load_state_dict(best)"),
-    "no_sync from the third step on": ("not synced late", {}, "the script", "accelerator.backward(loss * scale)"),
-    "weights that rank 0 alone changes": ("rank 0 writes", FSDP2, "the script", ".mul_(1.1)"),
-}  # fmt: skip
-DOCS = " ".join((ROOT / "docs/rehearse.md").read_text().split())
-
-
-def in_docs(message: str) -> bool:
-    """Whether docs/rehearse.md shows this line, whatever the paths, the numbers and torch's collectives are."""
-    plain = re.sub(r"/\S+/(saved|mistaken\.py)(:\d+)?", lambda at: at[1], message)
-    shown, plain_text = (re.sub(r"waits in \w+", "waits", re.sub(r"[\d,]+", "N", text)) for text in (DOCS, plain))
-    return plain_text in shown
-
-
-@pytest.mark.slow(but=12)
-@pytest.mark.parametrize("name", BY_SCRIPT)
-def test_of_the_script(name: str, tiny_model: Path, tmp_path: Path) -> None:
-    mistake, fsdp, key, line = BY_SCRIPT[name]
-    failed = rehearsed(tmp_path, tiny_model, mistake, fsdp)["steps"][-1]
-    assert not failed["passed"]
-    assert failed["key"] == key, failed
-    assert name in DOCS
-    assert in_docs(failed["said"]), failed
-    assert "/ranks/" not in failed["output"]
-    if mistake == "adapter":  # as TRL's sft.py --use_peft leaves one
-        assert "with 0 tensors" in failed["said"]
-        assert "PEFT" in failed["fix"]
-    if line:
-        match = AT.search(failed["line"])
-        assert match, failed
-        assert abs(int(match[1]) - line_of(line)) <= 2
-
-
-def test_a_count_that_fsdp_rounds_is_a_mistake(tiny_model: Path, tmp_path: Path) -> None:
-    """It casts what the model's forward takes to bfloat16, which has no 271: all gradients are 271/272 of the right."""
-    failed = rehearsed(tmp_path, tiny_model, "count in forward", FSDP2, mixed_precision="bf16")["steps"][-1]
-    assert (failed["passed"], failed["key"]) == (False, "mixed_precision")
-    assert "gradients are 0.99" in failed["said"]
-    assert in_docs(failed["said"])
-
-
-@pytest.mark.parametrize("fsdp", [FSDP1 | {"fsdp_sync_module_states": True}, FSDP2], ids=["fsdp1", "fsdp2"])
-def test_other_seeds_are_no_mistake_where_rank_0_sends_its_weights(
-    fsdp: dict[str, Any], tiny_model: Path, tmp_path: Path
-) -> None:
-    """As FSDP1's syncing does, and Accelerate's loading on rank 0, which FSDP2 has where no key says otherwise."""
-    report = rehearsed(tmp_path, tiny_model, "other seeds", fsdp)
-    assert report["passed"], report
 
 
 def mistakes_of(*events: tuple[str, dict[str, Any]]) -> list[str]:
@@ -331,9 +77,23 @@ def test_the_last_lines_of_a_script_are_few_and_short() -> None:
     assert own_script.last_lines("") == ""
 
 
+def test_what_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the project, in packages too, without what is installed in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["scripts/train.py"])
+    monkeypatch.setattr(script, "_started", None)
+    script.begin()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    own = [str(tmp_path / name) for name in ("scripts/train.py", "pkg/checkpoint.py")]
+    others = [str(tmp_path / ".venv/lib/site-packages/x.py"), str(tmp_path / "src/transformers/trainer.py"), "/x.py"]
+    assert [*map(script.is_own, own), *map(script.is_own, others)] == [True, True, False, False, False]
+    assert script.line_of([(own[0], 1), (own[1], 7), (others[0], 3)]) == "pkg/checkpoint.py:7"
+
+
 def test_lines_of_no_file_are_not_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(SCRIPT.parent)
-    monkeypatch.setattr("sys.argv", [SCRIPT.name])
+    monkeypatch.chdir(RIGHT.parent)
+    monkeypatch.setattr("sys.argv", [RIGHT.name])
     scope: dict[str, Any] = {"line_of_stack": script.line_of_stack, "_getframe": sys._getframe}
     exec(compile("line = line_of_stack(_getframe())", "<frozen runpy>", "exec"), scope)
     assert "<frozen" not in scope["line"]
@@ -345,20 +105,6 @@ def test_gradients_alone_may_be_what_a_script_wants() -> None:
     assert not mistakes_of(trained(**none, kept=True, optimizers=0))  # as for maps of what a model looks at
     assert not mistakes_of(trained(**none, kept=False))  # updated by hand, or loaded
     assert not mistakes_of(trained())
-
-
-def test_weights_in_no_optimizer_may_be_meant() -> None:
-    def is_reported(trained: int, still: tuple[list[str], list[str]] = (["head", "a"], ["head"])) -> bool:
-        content = {"uncovered": ["head"], "trained": trained, "line": "", "cleared": False}
-        event_rows = [
-            RankEvent(rank, 0.0, "weights", {"moved": True, "still": names}) for rank, names in enumerate(still)
-        ]
-        event_rows.append(RankEvent(0, 0.0, "moved", {}))  # of a rank that had waited
-        return bool(list(repeated.differences([RankEvent(0, 0.0, "repeated", content), *event_rows])))
-
-    assert is_reported(3)
-    assert not is_reported(2)  # a head alone is trained
-    assert not is_reported(3, (["head"], []))  # later, or by the script
 
 
 def test_weights_may_be_left_out_of_optimizers_on_purpose() -> None:
@@ -499,7 +245,7 @@ def test_copies_may_part_for_a_while() -> None:
     assert is_reported(0.2, 0.2)
     assert not is_reported(0.1, 0.2)  # a rank that loads its best weights, to evaluate them
     assert not is_reported(0.2, 0.1)  # one that had fewer batches, to which DDP's join sends the weights
-    assert not is_reported(0.2, 0.2, "averaged")
+    assert not is_reported(0.2, 0.2, "combines")
 
 
 def test_a_rank_may_have_a_model_of_its_own() -> None:
@@ -549,39 +295,6 @@ def test_a_taken_port_is_not_the_scripts_mistake(tmp_path: Path, monkeypatch: py
     assert outcome.code == 0, outcome.output
 
 
-def test_launch_says_which_rank_had_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A rank that leaves the process group closes its connections, and gloo ends the others' collectives."""
-    lost = {"kind": "failed", "error": "RuntimeError: Connection closed by peer [127.0.0.1]:1", "wrapped": ""}
-    events = [{**lost, "line": "mine.py:7", "collective": "wait_tensor"}, {"kind": "ended", "code": 0, "line": ""}]
-
-    def launch() -> int:
-        for rank, event in enumerate(events):
-            line = json.dumps({"seconds": 0.0, **event})
-            Path(os.environ["ACCEL_FSDP_EVENTS"], f"{rank}.jsonl").write_text(f"{line}\n")
-        return 1
-
-    assert on_cpu.measured(read_config(yaml_file(tmp_path, FSDP2))[0], launch) == 1
-    message = " ".join(capsys.readouterr().err.split())
-    assert "error: the ranks wait for each other: rank 0 waits in wait_tensor at mine.py:7; rank 1 has ended" in message
-    assert "fix: every rank must call what all of them do together" in message
-
-
-def test_launch_says_that_ranks_share_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stepped = {"kind": "stepped", "holding": asdict(measure(torch.nn.Linear(2, 2))), "line": ""}
-    rows = {"kind": "rows", "hashes": [[7]], "line": "mine.py:7", "may_share": False}
-
-    def launch() -> int:
-        for rank in range(2):
-            lines = "".join(json.dumps({"seconds": 0.0, **event}) + "\n" for event in (stepped, rows))
-            Path(os.environ["ACCEL_FSDP_EVENTS"], f"{rank}.jsonl").write_text(lines)
-        return 0
-
-    assert on_cpu.measured(read_config(yaml_file(tmp_path, {}))[0], launch) == 1
-    message = " ".join(capsys.readouterr().err.split())
-    assert "all 2 ranks train on the same rows" in message
-    assert "fix: mine.py:7: " in message
-
-
 def still(rank: int, collective: str, line: str = "mine.py:7", long: bool = False) -> RankEvent:
     return RankEvent(rank, 1.0, "still", {"collective": collective, "line": line, "stack": "", "long": long})
 
@@ -629,3 +342,31 @@ def test_the_end_of_a_long_output_begins_at_a_line() -> None:
     tail = Outcome(1, [], "\n".join(lines)).tail
     assert tail.splitlines() == lines[-len(tail.splitlines()) :]
     assert Outcome(1, [], "short\nlog").tail == "short\nlog"
+
+
+def test_an_observers_error_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCEL_FSDP_EVENTS", str(tmp_path))
+
+    class Owner:
+        def act(self) -> int:
+            return 3
+
+    def fails(_: Owner) -> None:
+        raise TypeError("odd value")
+
+    observing.before(Owner, "act", fails)
+    observing.after(Owner, "act", fails)
+    assert Owner().act() == 3
+    observing.events.report("settings", rate=torch.tensor(0.5))
+    *errors, settings = [event.content for event in read(tmp_path)]
+    assert [error["why"] for error in errors] == ["TypeError: odd value"] * 2
+    assert settings == {"rate": 0.5}
+
+
+def test_each_model_is_judged_by_the_classes_that_it_was_prepared_with(tmp_path: Path) -> None:
+    """As where the classes are set before each of two calls of prepare."""
+    unit = HeldUnit("layer", "BertLayer", 8, 4, 4, 2)
+    bert = Holding("Bert", "FSDP2", (unit, replace(unit, name="", kind="Bert")), 0, {"BertLayer": 1})
+    expected = verdict.of_job(read_config(yaml_file(tmp_path, FSDP2))[0], 2, 1, ())
+    assert [found.key for found in verdict.differences(expected, {0: bert})] == ["fsdp_transformer_layer_cls_to_wrap"]
+    assert not list(verdict.differences(expected, {0: replace(bert, classes=("BertLayer",))}))

@@ -76,6 +76,14 @@ def test_a_cosine_that_rises_again_is_a_mistake(name: str, tmp_path: Path, monke
     assert mistake.startswith("the learning rate rises again: a cosine of ")
 
 
+def test_a_schedule_that_moves_with_each_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [__file__])
+    (mistake,) = mistakes_of(
+        lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, STEPS), 2, tmp_path, monkeypatch
+    )
+    assert mistake.startswith("the learning rate's schedule for 8 steps has moved 16 times: with each micro-batch")
+
+
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_schedule_may_rise(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not mistakes_of(*RIGHT[name], tmp_path, monkeypatch)

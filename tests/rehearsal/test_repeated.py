@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT
-from test_mistakes import FSDP1, FSDP2, yaml_file
-from test_public import rehearsed
+from rehearsals import FSDP1, FSDP2, rehearsed, yaml_file
 
-from accel_fsdp.ranks import RankEvent, averaging, holdings, loss_shares
+from accel_fsdp.ranks import RankEvent, between_ranks, loss_shares, ratios
 from accel_fsdp.rehearsal import repeated, report
 
 SCRIPT = ROOT / "tests/rehearsal/right.py"
@@ -21,7 +20,7 @@ BF16 = {"mixed_precision": "bf16"}
 RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "accumulates,own loss,groups,clips,buffers": (FSDP2 | {"fsdp_cpu_ram_efficient_loading": False}, {}),
     "accumulates by hand,frozen weights,momentum,evaluates,average": (FSDP1, {}),
-    "logs a gradient": (FSDP2, {}),
+    "logs a gradient,rate in a tensor": (FSDP2, {}),
     "dropout,two passes,weights clamped,clips values,reference": ({}, {}),
     "gradual unfreezing,loss and logits,clips each micro-batch,summed loss": (
         FSDP1 | {"fsdp_sharding_strategy": "SHARD_GRAD_OP"},
@@ -76,8 +75,7 @@ def test_right_saves_of_many_kinds_pass(ways: str, fsdp: dict[str, Any], tiny_mo
         ("hook", "hooks were added to the model after it was sharded"),
         ("learned weight of a loss", "is used outside of the model's forward"),
         ("penalty", "is used outside of the model's forward"),
-        ("averages weights", "the script averages the ranks' weights at intervals, not their gradients"),
-        ("averages copies", "the script averages the ranks' weights at intervals, not their gradients"),
+        ("averages weights", "the script combines the ranks' tensors itself"),
         ("gradients of low rank", "powerSGD_hook reduces gradients to something else than their mean"),
         ("skips a batch", "gradients are kept, cleared or changed between two backward passes of a step"),
     ],
@@ -98,53 +96,10 @@ def test_what_deepspeed_trains_is_observed_and_not_repeated(tiny_model: Path, tm
 
 
 @pytest.mark.slow(but=1)
-@pytest.mark.parametrize(
-    ("ways", "averages"),
-    [
-        ("averages gradients by hand", "the script averages gradients itself; each rank holds all 59,724 weights"),
-        ("averages differences", "the script averages the ranks' weights itself, at intervals; each rank holds all"),
-    ],
-)
-def test_a_model_without_a_wrapper_passes_where_the_script_averages(
-    ways: str, averages: str, tiny_model: Path, tmp_path: Path
-) -> None:
-    step = rehearsed(yaml_file(tmp_path, {}), SCRIPT, ways, tiny_model)
+@pytest.mark.parametrize("way", ["averages gradients by hand", "averages differences"])
+def test_a_model_without_a_wrapper_passes_where_the_script_averages(way: str, tiny_model: Path, tmp_path: Path) -> None:
+    step = rehearsed(yaml_file(tmp_path, {}), SCRIPT, way, tiny_model)
     assert step["passed"], step
-    assert averages in step["said"]
-
-
-@pytest.mark.parametrize(("gradients", "rows"), [((5, 5), ([1], [1])), ((5, 6), ([1], [2])), ((0, 0), ([1], [2]))])
-def test_without_an_average_a_model_in_no_wrapper_trains_alone(
-    gradients: tuple[int, int], rows: tuple[list[int], list[int]]
-) -> None:
-    """Equal gradients of the same rows don't show an average."""
-    holding = {"model": "Llama", "engine": "one process", "units": (), "whole": 8, "kinds": {}}
-    events = [
-        RankEvent(rank, 0.0, kind, content)
-        for rank in (0, 1)
-        for kind, content in (
-            ("began", {}),
-            ("stepped", {"holding": holding, "gradients": gradients[rank]}),
-            ("rows", {"hashes": rows[rank]}),
-        )
-    ]
-    assert {holding.engine for holding in holdings(events).values()} == {"one process"}
-
-
-def copies_of(*moments: tuple[float, float]) -> list[RankEvent]:
-    """Two ranks' sums of weights after the last step and before this one, for each step but the first."""
-    events = [RankEvent(rank, 0.0, "began", {}) for rank in (0, 1)]
-    for step, (since, before) in enumerate(moments, 2):
-        content = {"step": step, "since": since, "before": before}
-        events += [RankEvent(0, 0.0, "settings", content), RankEvent(1, 0.0, "settings", {**content, "since": 3.0})]
-    return events
-
-
-def test_weights_of_one_rank_are_no_average() -> None:
-    assert averaging.averages_weights(copies_of((1.0, 2.0)))
-    assert not averaging.averages_weights(copies_of((1.0, 1.0)))
-    assert not averaging.averages_weights(copies_of((2.0, 2.0), (1.0, 2.0)))  # as reloaded
-    assert not averaging.averages_weights(copies_of((3.0, 3.0)))
 
 
 def update_with(losses: list[float], accumulation: int, *, backwards: int = 0, same: bool = False) -> dict[str, Any]:
@@ -177,3 +132,23 @@ def test_what_only_ran_is_not_called_proven(capsys: pytest.CaptureFixture[str]) 
     report.conclude(report.Report("a.yaml", steps=steps))
     printed = capsys.readouterr().out.splitlines()
     assert printed[:2] == ["proven here: check", "only ran, not compared with one process: the script"]
+
+
+def test_a_rank_that_holds_nothing_of_a_weight_agrees_with_all_others() -> None:
+    """Of a head with one output, which alone is trained at first, rank 1 has an empty shard."""
+    head, clipped = ([0, 0], torch.ones(1, 4)), ([0, 0], torch.full((1, 4), 0.5))
+    empty = ([1, 0], torch.ones(0, 4))
+    assert ratios.share_changed({"head": head}, {"head": clipped}) == 1
+    assert ratios.share_changed({"head": empty}, {"head": empty}) is None
+    updates = [{"weights": {"head": part}} for part in (clipped, empty)]
+    assert between_ranks.beginning(updates, {"head": torch.ones(1, 4)}) is None
+
+
+def test_a_rate_of_0_is_remarked() -> None:
+    content = {"rates": [0.0], "cleared": False, "changed": False, "apart": 0.0, "steps": "", "line": ""}
+    still = RankEvent(0, 0.0, "weights", {"moved": False})
+    idle, trained = ([RankEvent(0, 0.0, "repeated", {**content, "rates": [rate]}), still] for rate in (0.0, 0.1))
+    assert not list(repeated.differences(idle))
+    assert "the learning rate is 0 in them" in repeated.summary(idle)
+    (mistake,) = repeated.differences(trained)
+    assert mistake.what == "no weight moved in any step"

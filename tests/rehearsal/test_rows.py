@@ -29,23 +29,6 @@ def test_the_first_rows_of_a_folder(tmp_path: Path) -> None:
         assert read(cut_rows.folder, split) == read(CHAT_DATA, split)[:12]
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "parquet", "saved"])
-def test_every_format(ending: str, tmp_path: Path) -> None:
-    data, file = Dataset.from_list(rows(20)), tmp_path / f"data.{ending}"
-    if ending == "saved":
-        DatasetDict(train=data).save_to_disk(file)
-    elif ending == "csv":
-        data.to_csv(file)
-    elif ending == "parquet":
-        data.to_parquet(file)
-    else:
-        file.write_text("\n".join(map(json.dumps, rows(20))) if ending == "jsonl" else json.dumps(rows(20)))
-    cut_rows = cut(
-        str(file), tmp_path / "cut", count=21
-    )  # all of them: else the CSV reader's file stays open, and warns
-    assert read(cut_rows.folder) == rows(20) + rows(1)
-
-
 def test_few_rows_are_repeated(tmp_path: Path) -> None:
     (tmp_path / "few.jsonl").write_text("\n".join(map(json.dumps, rows(3))))
     cut_rows = cut(str(tmp_path / "few.jsonl"), tmp_path / "cut", count=8)
@@ -73,13 +56,6 @@ def test_made_up_rows_are_tokenized(dataset: str | None, chats: bool, tiny_model
     assert len(tokens) == 16
     assert summary.longest == 64
     assert len(lengths) > 3
-
-
-def test_the_same_rows_every_time(tmp_path: Path) -> None:
-    first, other = (cut(None, tmp_path / name, count=9).folder for name in "ab")
-    assert [file.read_bytes() for file in sorted(first.rglob("*.jsonl"))] == [
-        file.read_bytes() for file in sorted(other.rglob("*.jsonl"))
-    ]
 
 
 def test_what_cannot_be_read_leaves_nothing(tmp_path: Path) -> None:

@@ -1,14 +1,12 @@
 """Small models of real architectures: from configs with the published sizes, without weights or network."""
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Finished
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -17,7 +15,6 @@ from transformers import AutoTokenizer, logging
 from accel_fsdp import models
 from accel_fsdp.errors import UserError
 from accel_fsdp.models.shrink import SmallModel, fewer_layers, shrink
-from accel_fsdp.rehearsal import cut
 
 ROWS, LENGTH = 2, 64
 CONFIGS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "architectures.json").read_text())
@@ -100,7 +97,6 @@ CASES = {
     "qwen2.5-vl-7b": Case(
         {"Qwen2_5_VLDecoderLayer", "Qwen2_5_VLVisionBlock"},
         {
-            "text_config.rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
             "vision_config.fullatt_block_indexes": [1],
             "vision_config.depth": 2,
         },
@@ -116,10 +112,6 @@ CASES = {
     "qwen3-next-80b": Case(
         {"Qwen3NextDecoderLayer"},
         {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4},
-    ),
-    "jamba-1.5-mini": Case(
-        {"JambaAttentionDecoderLayer", "JambaMambaDecoderLayer"},
-        {"num_hidden_layers": 5},  # every eighth layer has attention, the fifth first: no list says which
     ),
     "falcon-7b": Case(
         {"FalconDecoderLayer"},
@@ -222,16 +214,6 @@ def test_it_trains_and_is_made_as_the_real_one(name: str, tmp_path: Path) -> Non
     assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters() if parameter.grad is not None)
 
 
-@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "mixtral-8x7b"])
-def test_as_many_heads_share_a_key(name: str, tmp_path: Path) -> None:
-    config = CONFIGS[name]
-    shrink(str(written(tmp_path / "real", config)), tmp_path / "small")
-    small = models.read_config(str(tmp_path / "small"))
-    assert small.num_attention_heads // small.num_key_value_heads == (
-        config["num_attention_heads"] // config["num_key_value_heads"]
-    )
-
-
 def test_what_changed_is_listed(tmp_path: Path) -> None:
     small = shrink(str(written(tmp_path / "real", CONFIGS["gpt-oss-20b"])), tmp_path / "small")
     changes = [str(change) for change in small.changed]
@@ -308,24 +290,6 @@ def test_its_generation_config_goes_along(tmp_path: Path) -> None:
     small = shrink(str(real), tmp_path / "small")
     settings = json.loads((small.folder / "generation_config.json").read_text())
     assert (settings["temperature"], settings["bos_token_id"], settings["eos_token_id"]) == (0.6, 256, [257, 258])
-
-
-def test_nothing_becomes_larger(tiny_model: Path, tmp_path: Path) -> None:
-    small = shrink(str(tiny_model), tmp_path / "small")
-    numbers = [(change.before, change.after) for change in small.changed if type(change.before) is int]
-    assert all(after <= before for before, after in numbers)
-    assert loaded(small).config.vocab_size == 509
-
-
-@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "phi-3-mini-128k"])
-def test_it_is_trained_by_the_script(name: str, sft: Callable[..., Finished], tmp_path: Path) -> None:
-    small = shrink(str(written(tmp_path / "real", CONFIGS[name])), tmp_path / "small")
-    rows = cut(None, tmp_path / "rows", count=8)
-    words = ["--model_name_or_path", small.folder, "--dataset_name", rows.folder, "--output_dir", tmp_path / "run"]
-    finished = sft(*words, "--max_steps", "2", "--max_length", "64", "--report_to", "none")
-    assert finished.code == 0, finished.output
-    exported = models.read_config(str(tmp_path / "run" / "final"))
-    assert exported.model_type == CONFIGS[name]["model_type"]
 
 
 def test_code_of_its_own_is_refused(tmp_path: Path) -> None:

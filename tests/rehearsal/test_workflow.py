@@ -46,7 +46,8 @@ def test_a_yaml_is_rehearsed(tmp_path: Path) -> None:
     finished = in_clean_clone(tmp_path, fsdp1_full_shard=(CONFIGS / "fsdp1_full_shard.yaml").read_text())
     assert finished.code == 0, finished.output
     assert finished.output.startswith(
-        "configs/fsdp1_full_shard.yaml\narguments: from the header of configs/fsdp1_full_shard.yaml\nok     check"
+        "configs/fsdp1_full_shard.yaml\narguments: from the header of configs/fsdp1_full_shard.yaml\n"
+        "       check ...\nok     check"
     )
     assert finished.output.count("proven here: check, ") == 1
     assert list((tmp_path / "clone").iterdir()) == [tmp_path / "clone/.git", tmp_path / "clone/configs"]
@@ -58,7 +59,7 @@ def test_a_mistake_ends_it(tmp_path: Path) -> None:
     finished = in_clean_clone(tmp_path, a_wrong=wrong, b_right=right)
     assert finished.code == 1, finished.output
     assert finished.output.startswith(
-        "configs/a_wrong.yaml\narguments: from the header of configs/a_wrong.yaml\nFAILED check"
+        "configs/a_wrong.yaml\narguments: from the header of configs/a_wrong.yaml\n       check ...\nFAILED check"
     )
     assert "nothing reads fsdp_reshard_after_foward" in finished.output
     assert "b_right" not in finished.output

@@ -16,8 +16,6 @@ DEPTHS = re.compile(
     r"^((en|de)coder_)?(num_hidden_layers|num_layers|n_layers?|layers|depth)$|^num_(en|de)coder_layers$"
 )
 TOKENS = re.compile(r"token_(id|index)s?$|token_indexes$")
-OF_LAYERS = "per_layer_config"
-"""The key that maps layer numbers to the settings that differ in these layers."""
 LEFT_OUT = ("quantization_config", "auto_map")
 """Keys that are left out: random weights aren't quantised, and transformers builds the model without its own code."""
 

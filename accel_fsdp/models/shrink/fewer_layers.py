@@ -1,11 +1,10 @@
 """Makes a config with fewer layers that still has each kind of layer of the real model."""
 
-import copy
 import re
 from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from accel_fsdp.models.shrink.config_parts import DEPTHS, OF_LAYERS, TOKENS, Part
+from accel_fsdp.models.shrink.config_parts import DEPTHS, TOKENS, Part
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,27 +23,26 @@ PLACE = re.compile(r"idx|index|_id$|number")
 """Attributes with a layer's position, which differs for each layer."""
 
 
-def take(part: Part, model: "nn.Module", in_a_row: bool) -> None:
+def take(part: Part, model: "nn.Module") -> None:
     """Keeps at least `FEWEST` layers of each stack, including each kind, and cuts lists of layers accordingly.
 
-    `model` is the real one on the meta device. `in_a_row` takes the first layers up to the last kind's first one.
+    `model` is the real one on the meta device. Layers that a config overrides one by one become like the others.
     """
+    part.values.pop("per_layer_config", None)
     for key in part.keys(DEPTHS) or [key for key in LAYER_LISTS if isinstance(part.real.get(key), list)]:
         depth = part.real[key] if key not in LAYER_LISTS else len(part.real[key])
         if depth > 1:
-            layer_numbers = _kept_layers(part, model, depth, in_a_row)
+            layer_numbers = _kept_layers(part, model, depth)
             if key not in LAYER_LISTS:
                 part.values[key] = len(layer_numbers)
             _cut_per_layer(part, depth, layer_numbers)
 
 
-def _kept_layers(part: Part, model: "nn.Module", depth: int, in_a_row: bool) -> list[int]:
+def _kept_layers(part: Part, model: "nn.Module", depth: int) -> list[int]:
     """The kept layers: one of each kind, and the first ones up to `FEWEST`."""
     kinds = kinds_of(model, depth)
     layer_numbers = set(first_of_each(kinds))
-    if kinds and (
-        in_a_row or not _lists_kinds(part, depth)
-    ):  # a period such as every second layer counts from the first
+    if kinds and not _lists_kinds(part, depth):  # a period such as every second layer counts from the first
         layer_numbers = set(range(max(layer_numbers) + 1))
     layer_numbers |= {numbers[0] for _, numbers in _numbers_of_layers(part, depth)}
     for number in range(depth):
@@ -86,10 +84,6 @@ def _cut_per_layer(part: Part, depth: int, layer_numbers: Sequence[int]) -> None
             part.values[key] = sum(number >= depth - value for number in layer_numbers)
     for key, numbers in _numbers_of_layers(part, depth):
         part.values[key] = [layer_numbers.index(number) for number in numbers if number in layer_numbers]
-    if isinstance(single := part.real.get(OF_LAYERS), dict) and all(int(number) < depth for number in single):
-        entries = {int(number): copy.deepcopy(keys) for number, keys in single.items()}
-        kept_layers = [(str(index), number) for index, number in enumerate(layer_numbers) if number in entries]
-        part.values[OF_LAYERS] = {index: entries[number] for index, number in kept_layers}
 
 
 def keep_features(parts: Sequence[Part]) -> None:

@@ -4,7 +4,6 @@ Equal widths in the real model, such as those on both sides of a projector, stay
 between sizes stay too: heads to groups of heads, experts used to experts, parts of a head to the whole.
 """
 
-import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -17,28 +16,26 @@ MOST_HEADS_OF_ONE_GROUP = 8
 EXPERTS, EXPERTS_USED, EXPERT_GROUPS = 8, 2, 2
 ROUNDED_TO = 16
 INDEX_HEADS = ("index_n_heads",)
-HEAD_WIDTHS = re.compile(r"^(?!mamba_)(.*_)?(head_dim|d_kv|kv_channels|head_size|d_head|dim_head)$|^rotary_dim$")
+HEAD_WIDTHS = re.compile(r"^(.*_)?(head_dim|d_kv|kv_channels|head_size|d_head|dim_head)$|^rotary_dim$")
 WIDTHS = re.compile(
     r"(^|_)(hidden_size|intermediate_size|embedding_size|hidden_dim|ffn_dim|mlp_dim|inner_dim|intermediate_dim|proj_dim"
     r"|projection_dim|embed_dim|in_dim|out_dim|lora_rank|lru_width|rank|hidden_size_per_layer_input|d_ff|d_inner|d_model|n_inner"
     r"|n_embd|ffn_hidden_size|mlp_hidden_size)$|^dim$"
 )
 USED_COUNTS = re.compile(r"^(num_experts_per_tok|num_experts_per_token|top_k_experts|moe_topk|moe_top_k|moe_k)$")
-ROPE = ("rope_parameters", "rope_scaling")
 
 
-def narrow(parts: Sequence[Part], heads_too: bool, all_parts: bool) -> None:
-    """Narrows the layers of the text part, or of `all_parts`; with `heads_too` each head as well."""
+def narrow(parts: Sequence[Part], heads_too: bool) -> None:
+    """Narrows the layers; with `heads_too` each head as well."""
     main = next((part for part in parts if part.main), parts[0])
     heads = _small_heads(main)
     head = (min(HEAD_WIDTH, main.head_width) if heads_too else main.head_width) or HEAD_WIDTH
     width = heads * head if heads and main.fills_width else WIDTH
     if main.hidden <= width:
         return  # the part is small already
-    new_widths = {part.hidden: width for part in parts if part.hidden and (all_parts or part.main)}
+    new_widths = {part.hidden: width for part in parts if part.hidden}
     for part in parts:
-        if part.main or all_parts or part is parts[0]:
-            _narrow_part(part, width, head, new_widths)
+        _narrow_part(part, width, head, new_widths)
         if main.heads and not part.heads:  # the config around it names its heads
             for key in part.keys(GROUP_COUNTS):
                 part.values[key] = max(1, part.real[key] * heads // main.heads)
@@ -105,32 +102,16 @@ def _narrow_heads(part: Part, small: int) -> None:
         keys = part.real.get("linear_num_key_heads") or 1
         if type(part.real.get(key)) is int:
             part.values[key] = max(1, part.real[key] * min(GROUPS, keys) // keys)
-    for key in ROPE:
-        if isinstance(part.values.get(key), dict):
-            _shrink_rope(part.values[key], factor)
+    for key in ("rope_parameters", "rope_scaling"):
+        _shrink_rotations(part.values.get(key) or {}, factor)
 
 
-def _shrink_rope(rope: dict[str, Any], factor: float) -> None:
-    """Cuts lists with a factor for each pair of dimensions, and the shares of a head in several rotations."""
-    for key, value in rope.items():
-        if isinstance(value, dict):
-            _shrink_rope(value, factor)
-        elif isinstance(value, list) and value and key.endswith("_factor"):
-            count = max(1, round(len(value) * factor))
-            rope[key] = [value[number * len(value) // count] for number in range(count)]
-        elif isinstance(value, list) and value and key.endswith("_section"):
-            rope[key] = _shares(value, max(len(value), round(sum(value) * factor)))
-
-
-def _shares(parts: Sequence[int], total: int) -> list[int]:
-    """Divides `total` into whole numbers in proportion to `parts`, each at least 1."""
-    exact = [part * total / sum(parts) for part in parts]
-    shares = [max(1, math.floor(share)) for share in exact]
-    for number in sorted(range(len(parts)), key=lambda number: shares[number] - exact[number])[: total - sum(shares)]:
-        shares[number] += 1
-    while sum(shares) > total:
-        shares[shares.index(max(shares))] -= 1
-    return shares
+def _shrink_rotations(rope: dict[str, Any], factor: float) -> None:
+    """Scales the shares of a head in several rotations, as of text and images."""
+    for key, shares in rope.items():
+        if key.endswith("_section") and shares:
+            rope[key] = [max(1, round(share * factor)) for share in shares[:-1]]
+            rope[key].append(round(sum(shares) * factor) - sum(rope[key]))
 
 
 def _reduce_experts(part: Part) -> None:

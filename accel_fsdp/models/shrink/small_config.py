@@ -46,9 +46,6 @@ class Attempt:
 
     words: str
     widths: bool = True
-    parts: bool = True
-    """Reduces also the widths of an image or audio encoder."""
-    vocabulary: bool = True
     heads: bool = True
     """Reduces also the widths of heads, on which some models' code relies although the config doesn't show it."""
 
@@ -56,10 +53,7 @@ class Attempt:
 ATTEMPTS = (
     Attempt("depth, widths and vocabulary"),
     Attempt("depth, widths but those of heads, and vocabulary", heads=False),
-    Attempt("depth and widths", vocabulary=False),
-    Attempt("depth, the text part's widths and vocabulary", parts=False),
     Attempt("depth and vocabulary", widths=False),
-    Attempt("depth alone", widths=False, vocabulary=False),
 )
 
 
@@ -71,27 +65,24 @@ class Words:
     ids: Mapping[int, int] = field(default_factory=dict)
 
 
-def smaller(
-    config: Any, model: "nn.Module", attempt: Attempt, words: Words, divisors: Mapping[str, int], in_a_row: bool
-) -> Any:
+def smaller(config: Any, model: "nn.Module", attempt: Attempt, words: Words, divisors: Mapping[str, int]) -> Any:
     """The config with layers of each kind, at least two.
 
-    `model` is the real one on the meta device. `in_a_row` takes the first layers up to the last kind's first one.
-    `divisors` are those of `parallel_plans` on the mesh that trains the small model; empty without one.
+    `model` is the real one on the meta device. `divisors` are those of `parallel_plans` on the mesh that trains the
+    small model; empty without one.
 
     Raises:
         ValueError, and any error of transformers: the resulting sizes are invalid.
     """
     parts = parts_of(config)
     for part in parts:
-        fewer_layers.take(part, model, in_a_row)
+        fewer_layers.take(part, model)
         _shrink_windows(part)
-        if attempt.vocabulary:
-            _shrink_vocabulary(part, words)
+        _shrink_vocabulary(part, words)
         _renumber(part, words)
     fewer_layers.keep_features(parts)
     if attempt.widths:
-        narrower.narrow(parts, attempt.heads, attempt.parts)
+        narrower.narrow(parts, attempt.heads)
     for part in parts if divisors else ():
         _raise_for_mesh(part, divisors)
     return type(config).from_dict(parts[0].values)

@@ -152,12 +152,9 @@ def _make(
     name: str, config: Any, real: "nn.Module", words: Words, divisors: Mapping[str, int], attempt: Attempt
 ) -> _BuiltModel:
     real_kinds = fewer_layers.all_kinds(real)
-    for in_a_row in (False, True):
-        with config_json.explained_errors(name):
-            small = small_config.smaller(config, real, attempt, words, divisors, in_a_row)
-        shape = _on_meta(name, small)
-        if real_kinds <= fewer_layers.all_kinds(shape):
-            break
+    with config_json.explained_errors(name):
+        small = small_config.smaller(config, real, attempt, words, divisors)
+    shape = _on_meta(name, small)
     if _classes(shape) != _classes(real):
         raise ValueError(f"its layers are {', '.join(_classes(shape))}, not {', '.join(_classes(real))}")
     count = sum(parameter.numel() for parameter in shape.parameters())
