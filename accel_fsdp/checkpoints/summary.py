@@ -30,19 +30,12 @@ def weights_in(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def tied_pair(tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
-    pairs = (pair for pair in TIED if pair[0] in tensors and pair[1] in tensors)
-    return next(((tensors[head], tensors[embedding]) for head, embedding in pairs), None)
-
-
-def equal(first: Tensor, second: Tensor) -> bool:
-    return (first.dtype, first.shape) == (second.dtype, second.shape) and _bytes(first) == _bytes(second)
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    with untrusted_files.opened(tensor.file) as file:
-        file.seek(tensor.start)
-        return file.read(tensor.end - tensor.start)
+def is_tied_apart(tensors: dict[str, Tensor]) -> bool:
+    """Whether head and embedding are both stored, and differ. Needs torch where both are."""
+    for head, embedding in ((tensors.get(head), tensors.get(embedding)) for head, embedding in TIED):
+        if head and embedding:
+            return head.dtype != embedding.dtype or not head.load().equal(embedding.load())
+    return False
 
 
 def model_files(folder: Path) -> tuple[list[str], Mapping[str, str]]:
