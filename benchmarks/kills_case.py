@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 from accel_fsdp.checkpoints import Store, file_names
 from accel_fsdp.training import CheckpointWriter, SftTrainer
 from accel_fsdp.training.background_saves import BackgroundSaves
-from accel_fsdp.training.uploads import Uploads
+from accel_fsdp.training.stored import Uploads
 
 SFT = Path(__file__).parent.parent / "train" / "sft.py"
 RANK = os.environ["RANK"]

@@ -1,6 +1,5 @@
 """The marker of a checkpoint, `complete.json`: its files with their sizes and hashes, and the run that wrote them."""
 
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,11 +44,6 @@ class Marker:
     origin: Origin | None = None
     sizes: dict[str, int] = field(default_factory=dict)
     hashes: dict[str, str] = field(default_factory=dict)
-
-
-def unfinished(note: str) -> str:
-    """The content of the marker of an unfinished checkpoint, with a note."""
-    return json.dumps({"complete": False, "note": note})
 
 
 def read(checkpoint: Path) -> Marker | None:
