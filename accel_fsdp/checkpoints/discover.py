@@ -114,7 +114,7 @@ def check_bytes(checkpoint: CheckpointLocation) -> None:
 def _safetensors(folder: Path) -> CheckpointLocation | None:
     try:
         names = summary.model_files(folder)[0]
-        missing = [name for name in names if not untrusted_files.has(folder, name, file_names.INDEX)]
+        missing = [name for name in names if not _has(folder, name)]
     except UserError as error:
         return CheckpointLocation(
             "safetensors", folder, folder, (f"a file that can be read: {error.what}",), refused=error
@@ -122,6 +122,15 @@ def _safetensors(folder: Path) -> CheckpointLocation | None:
     if not names:
         return None
     return CheckpointLocation("safetensors", folder, folder, (*missing, *completeness.unfinished(folder)))
+
+
+def _has(folder: Path, name: str) -> bool:
+    """Whether a file that the folder's index names exists; raises UserError if it may not be read."""
+    try:
+        untrusted_files.check(untrusted_files.inside(folder, name, file_names.INDEX), folder)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _adapter(folder: Path) -> CheckpointLocation | None:

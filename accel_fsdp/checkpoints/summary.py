@@ -1,6 +1,5 @@
 """safetensors files and checkpoint folders, read by name, size and JSON header: no torch, nothing unpickled."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +62,7 @@ def weight_map(path: Path) -> dict[str, str]:
 
 
 def read_json(path: Path, within: Path | None = None) -> dict[str, Any]:
-    """A JSON mapping; empty if there is no such file. `within` as in `untrusted_files.open_file`."""
+    """A JSON mapping; empty if there is no such file. `within` as in `untrusted_files.opened`."""
     return untrusted_files.read_json(path, within) or {}
 
 
@@ -102,7 +101,7 @@ def _is_plain(path: Path) -> bool:
         if path.is_dir():
             untrusted_files.check_folder(path, path.parent)
         else:
-            os.close(untrusted_files.open_file(path))
+            untrusted_files.check(path)
     except (FileNotFoundError, UserError):
         return False
     return True

@@ -1,7 +1,6 @@
 """Verifies an export: reopens its files and compares them with the report from when they were written."""
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -103,7 +102,7 @@ def _check_links(folder: Path) -> None:
         if not hidden and not path.is_file() and (path.is_symlink() or not path.is_dir()):
             if path.is_dir():
                 raise untrusted_files.broken(path, "is a link to a folder, which isn't part of an export")
-            os.close(untrusted_files.open_file(path, folder))
+            untrusted_files.check(path, folder)
 
 
 def _check_companions(folder: Path, report: ExportReport) -> ExportReport:

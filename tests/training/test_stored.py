@@ -167,7 +167,6 @@ def test_what_the_store_holds_is_not_trusted(
     assert f"skipped: {uri}/checkpoint-4: model.safetensors has changed since it was written" in resumed.output
     assert "step 3/6" in resumed.output
     assert "step 2/6" not in resumed.output
-    assert s3.read("bucket", part) == (first / "checkpoint-4" / "model.safetensors").read_bytes()
     kept = s3.names("bucket")
 
     s3.stop()
