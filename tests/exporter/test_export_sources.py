@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import accel_fsdp
+from conftest import here
 from peft import LoraConfig, get_peft_model
 from runs import export
 from safetensors.torch import load_file, save_file
@@ -208,7 +208,7 @@ def test_lists_are_whole_without_a_terminal(tiny_model: Path, tmp_path: Path) ->
     (folder / "complete.json").write_text(json.dumps({"complete": True, "files": sizes}))
     gone = sorted(folder.glob("*.safetensors"))[0]
     gone.unlink()
-    finished = accel_fsdp("export", run, "--list")
+    finished = here("export", run, "--list")
     assert finished.code == 0
     line = next(line for line in finished.output.splitlines() if str(folder) in line)
     assert line.count(gone.name) == 1

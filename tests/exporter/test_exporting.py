@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, accel_fsdp, run
+from conftest import ROOT, accel_fsdp, here, run
 from peft import LoraConfig, PeftModel, get_peft_model
 from runs import export, same
 from safetensors.torch import load_file, save_file
@@ -30,8 +30,8 @@ from accel_fsdp.exporter import companion_files
 
 WRITER = ROOT / "tests" / "sharded_writer.py"
 KINDS = ("fsdp1-1", "fsdp1-2", "fsdp1-tied-bf16", "fsdp2", "fsdp2-bf16", "fsdp2-tied")
-FULL = [f"{kind}-{ranks}" for kind in KINDS for ranks in (1, 2, 3, 4)] + ["fsdp1-4-4", "fsdp1-5-4", "fsdp2-hybrid-4"]
-LORA = [*(f"lora-{ranks}" for ranks in (1, 2, 3, 4)), "lora-patterns-3", "dora-whole-3"]
+FULL = [f"{kind}-{ranks}" for kind in KINDS for ranks in (1, 3, 4)] + ["fsdp1-4-4", "fsdp1-5-4", "fsdp2-hybrid-4"]
+LORA = [*(f"lora-{ranks}" for ranks in (1, 3, 4)), "lora-patterns-3", "dora-whole-3"]
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -400,7 +400,7 @@ def test_the_newest_complete_checkpoint_is_taken(written: Path, tmp_path: Path) 
     location, newer = discover.find(run_folder)
     assert location.folder.name == "checkpoint-10"
     assert [checkpoint.missing for checkpoint in newer] == [("its end",), ("pytorch_model_fsdp_0/.metadata",)]
-    listed = accel_fsdp("export", run_folder, "--list", "--json")
+    listed = here("export", run_folder, "--list", "--json")
     numbers = [Path(entry["folder"]).name.removeprefix("checkpoint-") for entry in json.loads(listed.output)]
     assert numbers == ["2", "10", "11", "12"]
     with pytest.raises(UserError, match=r"lacks pytorch_model_fsdp_0/\.metadata"):

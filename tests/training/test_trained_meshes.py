@@ -1,4 +1,4 @@
-"""Tensor and expert parallelism beside FSDP: `train/sft.py` on meshes of two and four ranks, against one plain process."""
+"""Tensor and expert parallelism beside FSDP: `train/sft.py` on meshes of four ranks, against one plain process."""
 
 import json
 import logging
