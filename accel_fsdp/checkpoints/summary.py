@@ -1,12 +1,12 @@
 """safetensors files and checkpoint folders, read by name, size and JSON header: no torch, nothing unpickled."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from accel_fsdp import untrusted_files
-from accel_fsdp.checkpoints import completeness, file_names, safetensors_header
+from accel_fsdp.checkpoints import file_names, safetensors_header
+from accel_fsdp.checkpoints.completeness import CheckpointFacts
 from accel_fsdp.checkpoints.safetensors_header import Tensor
 from accel_fsdp.errors import UsageError, UserError
 
@@ -66,11 +66,6 @@ def read_json(path: Path, within: Path | None = None) -> dict[str, Any]:
     return untrusted_files.read_json(path, within) or {}
 
 
-@dataclass(frozen=True)
-class CheckpointFacts(completeness.Parts):
-    """The content of a checkpoint or export folder, by the names of its plain files and folders."""
-
-
 def facts_of(folder: Path) -> CheckpointFacts:
     """Reads this folder without its subfolders; what isn't a plain file or folder of its own doesn't count."""
     if not folder.is_dir():
@@ -90,8 +85,6 @@ def facts_of(folder: Path) -> CheckpointFacts:
         optimizer=any(name.startswith(file_names.OPTIMIZER) for name in names),
         scheduler=file_names.SCHEDULER in names,
         by_accelerator=any(name.startswith(f"{file_names.RANDOM_STATES}_") for name in names),
-        exported=file_names.REPORT in names,
-        trainer_state=completeness.has_trainer_state(folder),
     )
 
 

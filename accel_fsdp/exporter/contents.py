@@ -63,7 +63,7 @@ class Planner:
             raise self._is_quantised(method)
         base = self.weights.tensors or safetensors_files.of_folder(self.companions.folder)
         if not is_whole:
-            adapter = merge_lora.tied_once(adapter, self.companions.settings, self._ties(base, description))
+            merge_lora.check_ties(adapter, self._ties(base, description))
         filed_as = description.filed_as if description and not is_whole else None
         weights = Weights(merge_lora.merged(base, adapter, model, filed_as), filed=not is_whole)
         own = next((tensor.dtype for tensor in base.values() if tensor.dtype.is_floating_point), None)

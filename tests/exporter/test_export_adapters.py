@@ -278,7 +278,6 @@ APART: dict[str, dict[str, Any]] = {
 }
 TOGETHER: dict[str, dict[str, Any]] = {
     "tokens": {"trainable_token_indices": [3, 7]},
-    "kept tied": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
 }
 
 

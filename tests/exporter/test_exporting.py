@@ -136,8 +136,8 @@ def flip(path: Path, at: int) -> None:
 
 
 def test_an_adapter_is_checked_against_its_settings(written: Path, tmp_path: Path) -> None:
-    export(written / "lora-2", tmp_path / "out", verify="load")
-    shutil.copytree(written / "lora-2", tmp_path / "run")
+    export(written / "lora-3", tmp_path / "out", verify="load")
+    shutil.copytree(written / "lora-3", tmp_path / "run")
     settings = tmp_path / "run" / "model" / "adapter_config.json"
     settings.write_text(settings.read_text().replace('"q_proj"', '"k_proj"'))
     with pytest.raises(UserError, match="those of its adapter_config"):
@@ -231,10 +231,10 @@ def assert_converted(tmp_path: Path) -> None:
 def test_what_comes_with_the_weights(written: Path, tiny_model: Path, tmp_path: Path) -> None:
     """A config that Trainer wrote has use_cache off; code and links are left behind."""
     run_folder = tmp_path / "run"
-    shutil.copytree(written / "fsdp2-2", run_folder)
+    shutil.copytree(written / "fsdp2-3", run_folder)
     shutil.rmtree(run_folder / "model")
     folder = run_folder / "checkpoint-1"
-    config = json.loads((written / "fsdp2-2" / "model" / "config.json").read_text())
+    config = json.loads((written / "fsdp2-3" / "model" / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "use_cache": False, "auto_map": {"AutoModel": "x.X"}}))
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(tiny_model / name, folder / name)
@@ -371,7 +371,7 @@ def test_frozen_parameters_under_zero1(tmp_path: Path) -> None:
 
 def test_every_level_of_a_run_is_understood(written: Path, tmp_path: Path) -> None:
     run_folder = tmp_path / "runs" / "first"
-    shutil.copytree(written / "fsdp2-2", run_folder)
+    shutil.copytree(written / "fsdp2-3", run_folder)
     (run_folder / "full.pt").unlink()
     folder = run_folder / "checkpoint-1"
     inner = folder / "pytorch_model_fsdp_0"
@@ -392,7 +392,7 @@ def test_every_level_of_a_run_is_understood(written: Path, tmp_path: Path) -> No
 def test_the_newest_complete_checkpoint_is_taken(written: Path, tmp_path: Path) -> None:
     run_folder = tmp_path / "run"
     for number in (2, 10, 12):
-        folder = Path(shutil.copytree(written / "fsdp2-2" / "checkpoint-1", run_folder / f"checkpoint-{number}"))
+        folder = Path(shutil.copytree(written / "fsdp2-3" / "checkpoint-1", run_folder / f"checkpoint-{number}"))
         (folder / "pytorch_model_fsdp_0" / ".metadata").rename(tmp_path / "lost") if number == 12 else None
         completeness.seal(folder, Origin("FSDP"))
     shutil.copytree(run_folder / "checkpoint-10", run_folder / "checkpoint-11")
