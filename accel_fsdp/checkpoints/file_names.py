@@ -79,8 +79,6 @@ BF16 = "bf16_"
 """DeepSpeed: the beginning of the names of optimizer files under bf16."""
 ZERO_PARTITIONS = f"*{ZERO_RANK}{ZERO_OPTIMIZERS}"
 """DeepSpeed: those that each hold one rank's part of the optimizer."""
-UNIVERSAL_STATE = "zero/optimizer_state.pt"
-"""DeepSpeed's universal checkpoints, which its own script makes from the ranks' files: what tells them apart."""
 
 TRAINER_STATE = "trainer_state.json"
 """Trainer: the log of all steps, written last."""
@@ -118,12 +116,6 @@ NOT_WEIGHTS = (*STATE, RANDOM_STATES, "rng", "optim", "train_state", "dataloader
 """Beginnings of the names of files without weights, of any library."""
 SPARED = tuple(name for name in NOT_WEIGHTS if name != FSDP_MODEL)
 """Beginnings of the names of files that an export doesn't need: people delete optimizers to save disk."""
-OF_CHECKPOINTS = (
-    *(MODEL, "model-0", f"{ADAPTER_STEM}.", TORCH_STEM, OPTIMIZER, GLOBAL_STEP),
-    *(Path(SCHEDULER).stem, RNG_STATE, RANDOM_STATES, SCALER, Path(TRAINER_STATE).stem),
-)
-"""Beginnings of the names of a checkpoint's files and folders; other files may be put beside them."""
-
 
 RANK_FILE = re.compile(r"(?:.*world_size_(?P<ranks>\d+)_|(?:.*[_-])?)rank[_-]?(?P<rank>\d+)\.(?:pt|pth|bin)")
 """verl, SkyRL and loops: the file of a rank's part of the model."""
