@@ -1,10 +1,10 @@
-"""The folder of the training scripts, ready-made YAMLs and pages: inside an installed package, beside it in a clone."""
+"""The folder of the training scripts and ready-made YAMLs: inside an installed package, beside it in a clone."""
 
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent
 SHIPPED = PACKAGE / "project"
-"""The folder of `train/`, `accelerate_configs/` and `docs/` in the wheel."""
+"""The folder of `train/` and `accelerate_configs/` in the wheel."""
 
 
 def source() -> Path:
