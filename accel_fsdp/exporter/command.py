@@ -176,7 +176,6 @@ class _Export:
         weights = open_checkpoint.read(self.checkpoint, shapes=shapes)
         is_adapter = bool(weights.adapter) and not options.merge_adapter
         refusals.check_weights(options, weights, companions)
-        contents.check_matrices(weights.adapter)
         dtype = options.dtype if is_adapter else dtype
         if is_adapter:
             if options.verify == "load" and options.format != "pth":

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from accel_fsdp import atomic_files
 from accel_fsdp.checkpoints import discover
 from accel_fsdp.errors import UsageError, UserError
-from accel_fsdp.exporter import command, refusals
+from accel_fsdp.exporter import command
 
 HEAD = "lm_head.weight"
 
@@ -147,12 +147,6 @@ def test_an_index_and_its_files_agree(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tensor_that_two_files_hold_alike(sharded: Path, tmp_path: Path) -> None:
-    right = export(sharded, tmp_path / "right")
-    add_head(other_shard(sharded), right[HEAD])
-    assert torch.equal(export(sharded, tmp_path / "out")[HEAD], right[HEAD])
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_of_two_models_in_one_folder_that_of_from_pretrained(sharded: Path, tiny_model: Path, tmp_path: Path) -> None:
     """One file and an index: as a source, and as the base of an adapter."""
@@ -184,19 +178,6 @@ def test_an_error_names_the_side_that_failed(
     monkeypatch.setattr(command.open_checkpoint, "read", fails)
     with pytest.raises(UserError, match=message):
         export(tiny_model, tmp_path / "out")
-
-
-def test_a_full_disk_is_told_all_that_is_needed(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The number that is asked for is the one that free space is held against."""
-    free = refusals.SPARE_BYTES + 1000
-    usage = shutil.disk_usage(tmp_path)._replace(free=free)
-    monkeypatch.setattr(refusals.shutil, "disk_usage", lambda _: usage)
-    for dtype, advice in (("float32", "--dtype bfloat16"), ("bfloat16", "choose an OUT on another disk")):
-        with pytest.raises(UserError, match=r"needs 67\.\d+ MB, the disk of .* has 67\.11 MB free") as caught:
-            export(tiny_model, tmp_path / "out", dtype=dtype)
-        assert caught.value.fix.endswith(advice)
 
 
 def test_lists_are_whole_without_a_terminal(tiny_model: Path, tmp_path: Path) -> None:
