@@ -75,7 +75,7 @@ def _socket(path: Path) -> None:
         (_through_folder, "is a link to .*secrets/a.json, outside"),
         (lambda path: os.mkfifo(path), "can't be read: it is not a file"),
         (_socket, "can't be read: it is not a file"),
-        (lambda path: path.mkdir(), "can't be read: it is a folder"),
+        (lambda path: path.mkdir(), "can't be read: it is not a file"),
         (lambda path: path.symlink_to(path), "can't be read: "),
         (lambda path: path.write_text("[1]"), "is damaged: a mapping is expected"),
         (lambda path: path.write_text('{"a": '), "is damaged or cut short: no JSON"),
