@@ -133,11 +133,11 @@ class Store:
             skipped[name] = why
         return "", skipped
 
-    def begin(self, checkpoint: Path) -> bool:
-        """Marks a checkpoint as unfinished before its files come; False if it is there, complete."""
+    def begin(self, checkpoint: Path, is_first: bool = True) -> bool:
+        """Whether a checkpoint has to be uploaded; the first machine marks it as unfinished before its files come."""
         content = (checkpoint / file_names.MARKER).read_bytes()
         is_there = self.marker_of(checkpoint.name) == content
-        if not is_there:
+        if not is_there and is_first:
             self.unseal(checkpoint.name)
         return not is_there
 

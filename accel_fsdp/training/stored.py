@@ -108,14 +108,15 @@ class Uploads:
         steps: list[Callable[[], Any]] = [partial(self.store.put, checkpoint, name) for name in names]
         if self.is_first:
             steps = [partial(self.store.describe, self.output), *steps, partial(self.store.seal, checkpoint)]
-            steps = [lambda: self._begin(checkpoint, steps), *steps, lambda: self.store.retire(self.keep, self._best)]
+            steps.append(lambda: self.store.retire(self.keep, self._best))
+        steps.insert(0, lambda: self._begin(checkpoint, steps))
         return steps
 
     def _begin(self, checkpoint: Path, steps: list[Callable[[], Any]]) -> None:
         if self._is_new and (other := self.store.newest()[0]):
             raise OSError(f"it holds {other} of another run")
         self._is_new = False
-        if not self.store.begin(checkpoint):
+        if not self.store.begin(checkpoint, self.is_first):
             steps.clear()
 
     def _report(self, checkpoint: Path, error: Exception) -> None:

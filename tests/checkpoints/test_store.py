@@ -52,7 +52,7 @@ def failing(place: Store, after: int) -> Callable[[], int]:
 
 def put(uri: str, checkpoint: Path, machine: int = 0, machines: int = 1) -> None:
     place = Store(uri)
-    if machine > 0 or place.begin(checkpoint):
+    if place.begin(checkpoint, machine == 0):
         for name in list(marker.listed(checkpoint))[machine::machines]:
             place.put(checkpoint, name)
         if machine == 0:
