@@ -23,8 +23,6 @@ MODELS = "model*.safetensors"
 INDEX_END = f"{SAFETENSORS}.index.json"
 INDEX = f"model{INDEX_END}"
 """Transformers: which of several files holds which tensor; and the ending of any such index."""
-PART = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.safetensors$")
-"""Transformers: the ending of a file that is one of several of a model."""
 TORCH_STEM = "pytorch_model"
 """Transformers before safetensors, and Accelerate: the beginning of model weights that torch.save writes."""
 TORCH_MODELS, TORCH_INDEX = f"{TORCH_STEM}*.bin", "*.bin.index.json"

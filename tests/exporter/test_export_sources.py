@@ -274,8 +274,7 @@ def test_a_file_of_a_half_written_checkpoint(name: str, crowd: Path, tmp_path: P
         export(crowd / name, tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "optimizer.safetensors"])
-def test_a_file_that_is_no_model_is_not_another_one(name: str, crowd: Path, tmp_path: Path) -> None:
-    (crowd / "ema.safetensors").rename(crowd / name)
-    with pytest.raises(UserError, match=r"is a part of a model, and model\.safetensors|holds optimizer state"):
-        export(crowd / name, tmp_path / "out")
+def test_a_file_that_is_no_model_is_not_another_one(crowd: Path, tmp_path: Path) -> None:
+    path = (crowd / "ema.safetensors").rename(crowd / "optimizer.safetensors")
+    with pytest.raises(UserError, match="holds optimizer state"):
+        export(path, tmp_path / "out")
