@@ -170,9 +170,7 @@ def test_what_the_store_holds_is_not_trusted(
     kept = s3.names("bucket")
 
     s3.stop()
-    new = sft_args(
-        tiny_model, text_data, tmp_path / "new", *args, "false", "--max_steps", "2", "--upload_timeout", "20"
-    )
+    new = sft_args(tiny_model, text_data, tmp_path / "new", *args, "false", "--max_steps", "2", "--upload_timeout", "5")
 
     def come_back() -> None:
         while not (tmp_path / "new" / "checkpoint-2").exists():
