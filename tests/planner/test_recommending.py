@@ -126,7 +126,7 @@ def test_whatever_is_recommended_passes_the_linter_and_fits(place: int, method: 
 @pytest.mark.parametrize(
     ("flags", "choice"),
     [
-        (("deepseek-v3", "--gpus", "16x8xH100", "--method", "lora"), "FSDP2 HYBRID_SHARD offload"),
+        (("llama-3.1-405b", "--gpus", "4x8xH100", "--method", "lora"), "FSDP2 FULL_SHARD"),
         (("deepseek-v3", "--gpus", "64x8xH100"), None),
         ((LLAMA, "--gpus", "8xH100", "--host-memory", "100"), "FSDP2 FULL_SHARD"),
         ((LLAMA, "--gpus", "8xH100", "--host-memory", "20"), None),
