@@ -1,12 +1,10 @@
 """Writes files and folders completely or not at all: beside the target, then synced and renamed."""
 
 import contextlib
-import ctypes
 import errno
 import os
 import shutil
 import stat
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +18,6 @@ if TYPE_CHECKING:
 
 RUN_LOCK = ".run.lock"
 """The file in a run's folder that its process locks; it stays when the run has ended."""
-AT_FDCWD, RENAME_EXCHANGE = -100, 2
-"""Constants of Linux's headers fcntl.h and fs.h."""
 ENOUGH_FOR_LINE_ENDS = 1 << 16
 """Bytes read from the start of a file to detect its line endings."""
 
@@ -29,7 +25,7 @@ ENOUGH_FOR_LINE_ENDS = 1 << 16
 def write_text(path: Path, text: str) -> None:
     """Writes `text` to `path` atomically; an existing file keeps its links, permissions and line ends.
 
-    Devices and pipes are written to, not replaced; other things that aren't files are refused.
+    Devices and pipes are written to, not replaced.
 
     Raises:
         UserError: the folder is not writable, or the disk is full. `path` is then as it was before.
@@ -95,8 +91,6 @@ def _mode_and_newline(path: Path) -> tuple[int, str]:
     mode = _mode(path)
     if not mode:
         return file_mode(), "\n"
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a rename would put a file in the place of a disk
-        raise OSError(errno.EINVAL, "it is not a file")
     with path.open("r+b") as file:  # fails where the file is read-only, which a rename would ignore
         content = file.read(ENOUGH_FOR_LINE_ENDS)
     is_windows = 0 < content.count(b"\n") == content.count(b"\r\n")
@@ -155,12 +149,13 @@ def check_writable(folder: Path) -> None:
 def replaced_folder(target: Path, sync: bool = True) -> Iterator[Path]:
     """Yields an empty folder beside `target` that takes its place when the block ends; on any error it is removed.
 
-    An existing `target` stays in place, complete, until the new folder is. Without `sync` the files may still be on
-    their way to the disk at the end.
+    An existing `target` stays until the new folder is complete; a process that is ended between the two renames leaves
+    it beside, and the next one puts it back. Without `sync` the files may still be on their way to the disk at the end.
     """
     temporary, old = (target.with_name(f".{target.name}.{end}") for end in ("tmp", "old"))
-    with _create_folder(target.parent), _only_writer(target):
-        if old.exists() and not target.exists():  # a process was ended between the two renames
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _only_writer(target):
+        if old.exists() and not target.exists():
             os.replace(old, target)
         shutil.rmtree(temporary, ignore_errors=True)
         try:
@@ -168,37 +163,14 @@ def replaced_folder(target: Path, sync: bool = True) -> Iterator[Path]:
             yield temporary
             if sync:
                 sync_folder(temporary)
-            if target.exists() and not _exchange(temporary, target):
+            if target.exists():
                 shutil.rmtree(old, ignore_errors=True)
                 os.replace(target, old)
-            if not target.exists():
-                os.replace(temporary, target)
+            os.replace(temporary, target)
             sync_names(target.parent)
             shutil.rmtree(old, ignore_errors=True)
         finally:
-            _remove(temporary)
-
-
-def _remove(folder: Path) -> None:
-    try:
-        shutil.rmtree(folder, ignore_errors=True)
-    except BaseException:  # an interrupt
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
-@contextlib.contextmanager
-def _create_folder(path: Path) -> Iterator[None]:
-    """Creates a folder and its missing parents; on any error removes those again."""
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(OSError):  # another process has created a file in it
-            for folder in missing:
-                folder.rmdir()
-        raise
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _lock(path: Path, busy: str, why: str, fix: str) -> "FileLock":
@@ -226,13 +198,6 @@ def _only_writer(target: Path) -> Iterator[None]:
         lock.release()
 
 
-def _exchange(first: Path, second: Path) -> bool:
-    """Swaps two names in one step; False where the system or the file system can't (it is Linux's renameat2)."""
-    swap = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
-    at, names = ctypes.c_int(AT_FDCWD), (os.fsencode(first), os.fsencode(second))
-    return swap is not None and swap(at, names[0], at, names[1], ctypes.c_uint(RENAME_EXCHANGE)) == 0
-
-
 def only_run(folder: Path) -> "FileLock":
     """Locks `folder` for this process, so that two runs can't write their checkpoints and exports over one another."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -247,14 +212,12 @@ def only_run(folder: Path) -> "FileLock":
 @contextlib.contextmanager
 def no_run(folder: Path) -> Iterator[None]:
     """Holds the lock of `only_run` if a run has left one: no run of `train/sft.py` writes to the folder meanwhile."""
-    if not (folder / RUN_LOCK).exists():
-        yield
-        return
-    lock = only_run(folder)
+    lock = only_run(folder) if (folder / RUN_LOCK).exists() else None
     try:
         yield
     finally:
-        lock.release()
+        if lock is not None:
+            lock.release()
 
 
 def sync_folder(folder: Path) -> None:
@@ -269,16 +232,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_names(folder: Path) -> None:
-    """Flushes the names in `folder`, so that a rename outlives a power cut; some file systems have no such call."""
-    try:
+    """Flushes the names in `folder`, so that a rename outlives a power cut; some systems have no such call."""
+    with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
-    except PermissionError:  # Windows opens no folder
-        return
-    try:
-        with contextlib.suppress(OSError):
+        try:
             os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def file_mode() -> int:

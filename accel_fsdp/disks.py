@@ -14,7 +14,7 @@ from accel_fsdp.units import MIB, distinguishable, gib_or_mib
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 SAID = re.compile(r"No space left on device|Not enough disk space|Disk quota exceeded|\(os error (28|122)\)")
-"""Errors of libraries in Rust, which have no number, and of datasets, which checks the space before it writes."""
+"""Errors of the system, of libraries in Rust, and of datasets, which checks the space before it writes."""
 PROBE_BYTES = MIB
 
 
@@ -24,10 +24,7 @@ def full(error: BaseException, folder: Path) -> str:
     Call before half-written files are removed: torch's archive writer (2.13) reports a full disk only as
     "position 704 instead of 598", so a write is tried.
     """
-    causes = list(chain(error))
-    by_number = any(isinstance(cause, OSError) and cause.errno in NO_ROOM for cause in causes)
-    is_full = by_number or any(SAID.search(str(cause)) for cause in causes)
-    if not is_full and not _has_no_room(folder):
+    if not any(SAID.search(str(cause)) for cause in chain(error)) and not _has_no_room(folder):
         return ""
     return f"the disk is full, {gib_or_mib(shutil.disk_usage(atomic_files.existing_part(folder)).free)} are free"
 

@@ -20,13 +20,11 @@ from accel_fsdp.errors import UserError
 
 WITHOUT_WAITING = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 """The flags by which a pipe without another end doesn't block; 0 on Windows, which has neither."""
-PLAIN = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
-"""Also as bytes: without O_BINARY Windows changes line ends."""
-KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 
 
-def open_file(path: Path, within: Path | None = None) -> int:
-    """The descriptor of a plain file; `within` is the folder that its links may not leave, else the one it is in.
+@contextmanager
+def opened(path: Path, within: Path | None = None) -> Iterator[BinaryIO]:
+    """Opens a plain file for reading; `within` is the folder that its links may not leave, else the one it is in.
 
     Raises:
         FileNotFoundError: there is none.
@@ -34,33 +32,27 @@ def open_file(path: Path, within: Path | None = None) -> int:
     """
     try:
         place = _place(path, within or path.parent)
-        mode = os.stat(place).st_mode  # opening a device may act on it
-        if not stat.S_ISREG(mode):
-            raise unreadable(path, f"it is {KINDS.get(stat.S_IFMT(mode), 'a folder')}, not a file")
-        return os.open(place, os.O_RDONLY | PLAIN | WITHOUT_WAITING)
+        if not stat.S_ISREG(os.stat(place).st_mode):  # opening a device may act on it
+            raise unreadable(path, "it is not a file")
+        file = place.open("rb")
     except (FileNotFoundError, NotADirectoryError) as error:
         if path.is_symlink():
             raise leads_nowhere(path) from error
         raise FileNotFoundError(f"{path} is not there") from error
     except (OSError, RuntimeError, ValueError) as error:  # a RuntimeError is a link to itself, a ValueError an odd name
         raise unreadable(path, getattr(error, "strerror", None) or str(error)) from error
+    with file:
+        yield file
+
+
+def check(path: Path, within: Path | None = None) -> None:
+    """Raises as `opened`."""
+    with opened(path, within):
+        pass
 
 
 def leads_nowhere(link: Path) -> UserError:
     return unreadable(link, f"it is a link to {os.readlink(link)}, where there is nothing")
-
-
-def has(folder: Path, name: str, index: str) -> bool:
-    """Whether a file that the folder's `index` names exists.
-
-    Raises:
-        UserError: it is outside of the folder, isn't a plain file, or can't be opened.
-    """
-    try:
-        os.close(open_file(inside(folder, name, index), folder))
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def _place(path: Path, within: Path) -> Path:
@@ -119,17 +111,6 @@ def broken(path: Path, what: str) -> UserError:
     )
 
 
-@contextmanager
-def opened(path: Path, within: Path | None = None) -> Iterator[BinaryIO]:
-    """Opens a plain file for reading.
-
-    Raises:
-        FileNotFoundError, UserError: as `open_file`.
-    """
-    with os.fdopen(open_file(path, within), "rb") as file:
-        yield file
-
-
 def read_bytes(path: Path, within: Path | None = None) -> bytes | None:
     """The content of a file; None if the file doesn't exist."""
     try:
@@ -139,15 +120,6 @@ def read_bytes(path: Path, within: Path | None = None) -> bytes | None:
         return None
     except OSError as error:
         raise unreadable(path, error.strerror or str(error)) from error
-
-
-def read_text(path: Path, within: Path | None = None) -> str | None:
-    """The content of a UTF-8 text file; None if it doesn't exist."""
-    content = read_bytes(path, within)
-    try:
-        return None if content is None else content.decode()
-    except UnicodeDecodeError as error:
-        raise broken(path, "is damaged: not UTF-8 text") from error
 
 
 def read_json(path: Path, within: Path | None = None) -> dict[str, Any] | None:
@@ -171,7 +143,7 @@ def copy(path: Path, target: Path, within: Path | None = None) -> None:
     """Copies a file's bytes, never a link.
 
     Raises:
-        FileNotFoundError, UserError: as `open_file`.
+        FileNotFoundError, UserError: as `opened`.
         OSError: one of the two can't be read or written.
     """
     with opened(path, within) as file, target.open("wb") as copied:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dist_cp
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy, StateDictType, fully_shard
@@ -75,20 +75,10 @@ def gathered(state: dict[str, Any]) -> dict[str, Any]:
     return {key: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for key, tensor in state.items()}
 
 
-def fsdp2_full(name: str, group: Any, mesh: DeviceMesh, model: LlamaForCausalLM, optimizer: bool = False) -> None:
+def fsdp2_full(name: str, group: Any, mesh: DeviceMesh, model: LlamaForCausalLM) -> None:
     fsdp2(model, mesh)
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     save(name, group, model.config, get_model_state_dict(model), full)
-    if optimizer:
-        adam = torch.optim.AdamW(model.parameters(), lr=0.1)
-        model(torch.arange(8)[None] + dist.get_rank(), labels=torch.arange(8)[None]).loss.backward()
-        adam.step()
-        state = get_optimizer_state_dict(model, adam)
-        folder = OUT / name / "checkpoint-1" / "optimizer_0"
-        write(folder, {"optimizer": state}, group)
-        whole = {parameter: gathered(tensor) for parameter, tensor in state["state"].items()}
-        if dist.get_rank() == 0:
-            torch.save(whole, OUT / name / "optimizer.pt")
 
 
 def lora(name: str, group: Any, mesh: DeviceMesh, whole: bool, **settings: Any) -> None:
@@ -121,7 +111,7 @@ def variants(ranks: int, group: Any) -> Iterator[tuple[str, Callable[[str], None
         options = {"process_group": group, "sharding_strategy": strategy}
         yield f"fsdp1-{number}", lambda name, options=options: fsdp1(name, group, llama(), **options)  # type: ignore[misc]
     yield "fsdp1-tied-bf16", lambda name: fsdp1(name, group, llama(True, low))
-    yield "fsdp2", lambda name: fsdp2_full(name, group, mesh, llama(), optimizer=ranks == 2)
+    yield "fsdp2", lambda name: fsdp2_full(name, group, mesh, llama())
     yield "fsdp2-bf16", lambda name: fsdp2_full(name, group, mesh, llama(False, low))
     yield "fsdp2-tied", lambda name: fsdp2_full(name, group, mesh, llama(True))
     yield "lora", lambda name: lora(name, group, mesh, whole=False)
@@ -143,7 +133,7 @@ def variants(ranks: int, group: Any) -> Iterator[tuple[str, Callable[[str], None
 def main() -> None:
     dist.init_process_group("gloo")
     names = []
-    for ranks in range(1, dist.get_world_size() + 1):
+    for ranks in (1, 3, 4):
         group = dist.new_group(list(range(ranks)))
         if dist.get_rank() < ranks:
             for kind, make in variants(ranks, group):

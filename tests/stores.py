@@ -12,6 +12,7 @@ import boto3
 import pytest
 from moto.moto_api._internal import moto_api_backend
 from moto.server import DomainDispatcherApplication, create_backend_app
+from s3fs import S3FileSystem
 from werkzeug.serving import BaseWSGIServer, make_server
 
 ERRORS = {
@@ -84,6 +85,7 @@ class S3:
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     moto_api_backend.reset()
+    S3FileSystem.clear_instance_cache()  # they hold the address of a server that is gone
     server = S3()
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)

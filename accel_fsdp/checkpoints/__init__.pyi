@@ -13,6 +13,7 @@ from . import saved_files as saved_files
 from . import store as store
 from . import summary as summary
 from . import tensor_names as tensor_names
+from .completeness import CheckpointFacts as CheckpointFacts
 from .discover import CheckpointLocation as CheckpointLocation
 from .marker import Origin as Origin
 from .open_checkpoint import Weights as Weights
@@ -25,11 +26,9 @@ from .store import Damaged as Damaged
 from .store import Store as Store
 from .stored import Stored as Stored
 from .stored import bytes_of as bytes_of
-from .stored import of_tensor as of_tensor
 from .stored import same_bytes as same_bytes
 from .stored import short_name as short_name
 from .summary import TIED as TIED
-from .summary import CheckpointFacts as CheckpointFacts
 from .tensor_names import LORA as LORA
 from .tensor_names import TOKENS as TOKENS
 from .tensor_names import clean_name as clean_name

@@ -23,12 +23,11 @@ from accel_fsdp.errors import UserError
 
 
 @dataclass(frozen=True)
-class Parts:
-    """The parts of a run in a folder, by the names of its files.
+class CheckpointFacts:
+    """The parts of a run in a checkpoint or export folder, by the names of its plain files and folders.
 
     `sharded` and `full`: how FSDP's model weights are stored; `hub`: the folder has Hugging Face weights.
-    `by_accelerator`: `Accelerator.save_state` wrote it; `exported`: `accel-fsdp export` did. Neither writes a
-    `trainer_state.json`.
+    `by_accelerator`: `Accelerator.save_state` wrote it, without a `trainer_state.json`.
     """
 
     name: str
@@ -37,19 +36,7 @@ class Parts:
     hub: bool = False
     optimizer: bool = False
     scheduler: bool = False
-    trainer_state: bool = False
     by_accelerator: bool = False
-    exported: bool = False
-
-    @property
-    def is_checkpoint(self) -> bool:
-        has_state = self.sharded or self.full or self.optimizer or self.scheduler or self.trainer_state
-        return has_state and not self.exported
-
-    @property
-    def is_cut_short(self) -> bool:
-        """Whether the file that Trainer writes last is missing."""
-        return self.is_checkpoint and not self.trainer_state and not self.by_accelerator
 
     @property
     def missing_state(self) -> tuple[str, ...]:
@@ -181,7 +168,7 @@ def _is_of_trainer(folder: Path) -> bool:
     )
 
 
-def lacking_to_resume(checkpoint: Path, parts: Parts) -> list[str]:
+def lacking_to_resume(checkpoint: Path, parts: CheckpointFacts) -> list[str]:
     """The names of the missing parts that Trainer would reset; DeepSpeed keeps all of them in a separate folder."""
     if by_deepspeed(checkpoint):
         folder = checkpoint / (deepspeed_files.latest(checkpoint) or "")
@@ -195,7 +182,7 @@ def by_deepspeed(checkpoint: Path) -> bool:
     return (checkpoint / file_names.LATEST).is_file()
 
 
-def by_fsdp(checkpoint: Path, parts: Parts) -> bool:
+def by_fsdp(checkpoint: Path, parts: CheckpointFacts) -> bool:
     """Whether a checkpoint has weights as Accelerate stores them under FSDP."""
     return parts.sharded or parts.full or any(checkpoint.glob(file_names.LOCAL_MODELS))
 

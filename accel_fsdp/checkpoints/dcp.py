@@ -4,11 +4,11 @@
 """
 
 import contextlib
-import ctypes
 import io
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,9 +22,6 @@ from accel_fsdp.errors import UserError
 if TYPE_CHECKING:
     from accel_fsdp.checkpoints.stored import Stored
 
-M_MMAP_THRESHOLD, MAPPED_BYTES = -3, 1 << 18
-"""glibc gives the memory of blocks from this size on back at once (malloc.h). Its own threshold grows to that of the
-largest tensor that was freed, and smaller ones then stay in its heap, which grows with the checkpoint."""
 Keys = tuple[str, ...]
 
 
@@ -60,27 +57,38 @@ class _Item(NamedTuple):
     length: int
 
 
-def _load(item: _Item, thread: ThreadPoolExecutor) -> Any:
+def _load(item: _Item) -> Any:
+    """Loads an item in a thread: in the main thread a signal would end a call that torch's own code makes, and be lost.
+
+    The thread is a daemon, so that an interrupted process doesn't wait for it.
+    """
+    loaded: Future[Any] = Future()
+
+    def load() -> None:
+        try:
+            loaded.set_result(_loaded(item))
+        except BaseException as error:
+            loaded.set_exception(error)
+
+    threading.Thread(target=load, daemon=True).start()
+    return loaded.result()
+
+
+def _loaded(item: _Item) -> Any:
     from torch.distributed.checkpoint.utils import _create_file_view
 
     from accel_fsdp.checkpoints import saved_files
 
     with untrusted_files.opened(item.path) as file:
         part = _create_file_view(file, item.start, item.length)  # type: ignore[arg-type]
-        return thread.submit(saved_files.restricted, part, item.path).result()
+        return saved_files.restricted(part, item.path)
 
 
 def read(folder: Path) -> "dict[Keys, Stored]":
-    """All tensors of a folder by the keys of the nested state dict. Pickled values, such as rates, are skipped.
-
-    One thread loads them: in the main thread a signal would end the call that torch's own code makes, and be lost.
-    """
+    """All tensors of a folder by the keys of the nested state dict. Pickled values, such as rates, are skipped."""
     from accel_fsdp.checkpoints.stored import Box, assembled, torch_dtype
 
-    with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library than glibc
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
     tensors: dict[Keys, Stored] = {}
-    thread = ThreadPoolExecutor(1)
     with _listing(folder) as (metadata, items):
         paths = metadata.get("planner_data") or {}
         for name, entry in metadata["state_dict_metadata"].items():
@@ -91,7 +99,7 @@ def read(folder: Path) -> "dict[Keys, Stored]":
                 offsets, sizes = _size(chunk.state["offsets"]), _size(chunk.state["sizes"])
                 if (item := items.get((name, offsets))) is None:
                     raise ValueError("a chunk without a place")
-                boxes.append(Box(item.path, offsets, sizes, partial(_load, item, thread)))
+                boxes.append(Box(item.path, offsets, sizes, partial(_load, item)))
             dtype = torch_dtype(DTYPES[entry.state["properties"].state[0]])
             tensors[_path(paths.get(name) or (name,))] = assembled(name, _size(entry.state["size"]), dtype, boxes)
     return tensors
@@ -99,11 +107,11 @@ def read(folder: Path) -> "dict[Keys, Stored]":
 
 def listed(folder: Path, needed: Callable[[Keys], bool]) -> dict[Keys, Any]:
     """The keys of each entry of a folder, with its value if it is pickled and `needed` accepts the keys, else None."""
-    with _listing(folder) as (metadata, items), ThreadPoolExecutor(1) as thread:
+    with _listing(folder) as (metadata, items):
         nested = metadata.get("planner_data") or {}
         paths = {name: _path(nested.get(name) or (name,)) for name in metadata["state_dict_metadata"]}
         return {
-            path: _load(items[name, None], thread) if needed(path) and (name, None) in items else None
+            path: _load(items[name, None]) if needed(path) and (name, None) in items else None
             for name, path in paths.items()
         }
 

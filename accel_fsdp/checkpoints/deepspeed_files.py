@@ -39,8 +39,8 @@ def is_inner(folder: Path) -> bool:
 def latest(checkpoint: Path) -> str | None:
     """The folder that DeepSpeed's file `latest` names; None without such a file: `latest` may link to a checkpoint."""
     path = checkpoint / file_names.LATEST
-    text = None if path.is_dir() else untrusted_files.read_text(path)
-    return None if text is None else text.strip()
+    content = None if path.is_dir() else untrusted_files.read_bytes(path)
+    return None if content is None else content.decode(errors="replace").strip()
 
 
 def numbers(name: str) -> list[int]:

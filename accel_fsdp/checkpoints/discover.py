@@ -114,7 +114,7 @@ def check_bytes(checkpoint: CheckpointLocation) -> None:
 def _safetensors(folder: Path) -> CheckpointLocation | None:
     try:
         names = summary.model_files(folder)[0]
-        missing = [name for name in names if not untrusted_files.has(folder, name, file_names.INDEX)]
+        missing = [name for name in names if not _has(folder, name)]
     except UserError as error:
         return CheckpointLocation(
             "safetensors", folder, folder, (f"a file that can be read: {error.what}",), refused=error
@@ -122,6 +122,15 @@ def _safetensors(folder: Path) -> CheckpointLocation | None:
     if not names:
         return None
     return CheckpointLocation("safetensors", folder, folder, (*missing, *completeness.unfinished(folder)))
+
+
+def _has(folder: Path, name: str) -> bool:
+    """Whether a file that the folder's index names exists; raises UserError if it may not be read."""
+    try:
+        untrusted_files.check(untrusted_files.inside(folder, name, file_names.INDEX), folder)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _adapter(folder: Path) -> CheckpointLocation | None:
@@ -255,12 +264,6 @@ def _check_links(checkpoint: CheckpointLocation, given_path: Path) -> None:
 
 
 def _checked_path(path: Path) -> Path:
-    if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
-        raise UserError(
-            f"cannot read {path}: Permission denied",
-            why="its content can't be read",
-            fix="give yourself read and execute permission on it",
-        )
     if path.is_symlink() and not path.exists():
         raise untrusted_files.leads_nowhere(path)
     if not path.exists():
@@ -284,22 +287,12 @@ def _checkpoint_in_file(path: Path) -> CheckpointLocation | None:
 
 
 def _checkpoint_in_safetensors(path: Path) -> CheckpointLocation | None:
-    """The model or adapter that this file holds, in whole or in part.
-
-    Raises:
-        UserError: the file is a part of a model whose other parts are unknown, or of another model than the folder's.
-    """
+    """The model or adapter that this file holds, or is a part of by an index."""
     folder = path.parent
     if path.name == file_names.ADAPTER:
         return _adapter(folder)
     if path.name in summary.model_files(folder)[0]:
         return _safetensors(folder)
-    if file_names.PART.search(path.name):
-        raise UserError(
-            f"{path} is a part of a model, and {file_names.MODEL} or an index beside it lists other files",
-            why="the other parts of the model would be missing",
-            fix=f"move {file_names.MODEL} away, and put the part's {file_names.INDEX} beside it",
-        )
     kind: CheckpointKind = "adapter" if tensor_names.is_adapted(safetensors_header.read(path)) else "safetensors"
     return _file(kind, path)
 

@@ -23,8 +23,6 @@ MODELS = "model*.safetensors"
 INDEX_END = f"{SAFETENSORS}.index.json"
 INDEX = f"model{INDEX_END}"
 """Transformers: which of several files holds which tensor; and the ending of any such index."""
-PART = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.safetensors$")
-"""Transformers: the ending of a file that is one of several of a model."""
 TORCH_STEM = "pytorch_model"
 """Transformers before safetensors, and Accelerate: the beginning of model weights that torch.save writes."""
 TORCH_MODELS, TORCH_INDEX = f"{TORCH_STEM}*.bin", "*.bin.index.json"
@@ -79,8 +77,6 @@ BF16 = "bf16_"
 """DeepSpeed: the beginning of the names of optimizer files under bf16."""
 ZERO_PARTITIONS = f"*{ZERO_RANK}{ZERO_OPTIMIZERS}"
 """DeepSpeed: those that each hold one rank's part of the optimizer."""
-UNIVERSAL_STATE = "zero/optimizer_state.pt"
-"""DeepSpeed's universal checkpoints, which its own script makes from the ranks' files: what tells them apart."""
 
 TRAINER_STATE = "trainer_state.json"
 """Trainer: the log of all steps, written last."""
@@ -118,12 +114,6 @@ NOT_WEIGHTS = (*STATE, RANDOM_STATES, "rng", "optim", "train_state", "dataloader
 """Beginnings of the names of files without weights, of any library."""
 SPARED = tuple(name for name in NOT_WEIGHTS if name != FSDP_MODEL)
 """Beginnings of the names of files that an export doesn't need: people delete optimizers to save disk."""
-OF_CHECKPOINTS = (
-    *(MODEL, "model-0", f"{ADAPTER_STEM}.", TORCH_STEM, OPTIMIZER, GLOBAL_STEP),
-    *(Path(SCHEDULER).stem, RNG_STATE, RANDOM_STATES, SCALER, Path(TRAINER_STATE).stem),
-)
-"""Beginnings of the names of a checkpoint's files and folders; other files may be put beside them."""
-
 
 RANK_FILE = re.compile(r"(?:.*world_size_(?P<ranks>\d+)_|(?:.*[_-])?)rank[_-]?(?P<rank>\d+)\.(?:pt|pth|bin)")
 """verl, SkyRL and loops: the file of a rank's part of the model."""

@@ -1,10 +1,10 @@
 """Opens safetensors files, through their own library."""
 
+from functools import partial
+from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from accel_fsdp import untrusted_files
 from accel_fsdp.checkpoints import file_names, safetensors_header, summary
@@ -59,7 +59,7 @@ def of_file(path: Path) -> dict[str, Stored]:
         UserError: it is damaged, or holds parts of tensors or of bytes.
     """
     header = safetensors_header.read(path)
-    mapped = Mapped(lambda: _open(path))
+    mapped = Mapped(partial(safetensors_header.opened, path, "pt"))
     if PARTS in (mapped.get().metadata() or {}):
         raise UserError(
             f"{path} holds one rank's parts of tensors",
@@ -69,13 +69,6 @@ def of_file(path: Path) -> dict[str, Stored]:
     return {name: _stored(mapped, path, name, tensor) for name, tensor in header.items()}
 
 
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, "pt")
-    except (SafetensorError, OSError) as error:
-        raise damaged(path, f"is damaged: {error}") from error
-
-
 def _stored(mapped: Mapped, path: Path, name: str, tensor: safetensors_header.Tensor) -> Stored:
     if tensor.dtype not in safetensors_header.TORCH_NAMES:
         raise UserError(
@@ -83,9 +76,11 @@ def _stored(mapped: Mapped, path: Path, name: str, tensor: safetensors_header.Te
             why="the export reads and writes whole bytes",
             fix="export it with the library that quantised it",
         )
+    dtype = torch_dtype(tensor.dtype)
+    size_bytes = prod(tensor.shape) * dtype.itemsize
 
     def load() -> torch.Tensor:
-        loaded: torch.Tensor = mapped.get(tensor.end - tensor.start).get_tensor(name)
+        loaded: torch.Tensor = mapped.get(size_bytes).get_tensor(name)
         return loaded
 
-    return Stored(tensor.shape, torch_dtype(tensor.dtype), load)
+    return Stored(tensor.shape, dtype, load)

@@ -5,7 +5,6 @@ are there, as in a folder here.
 """
 
 import contextlib
-import hashlib
 import re
 import tempfile
 from collections.abc import Callable, Iterator
@@ -19,6 +18,9 @@ URI = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/+(.+?)/*")
 """A URI, also one that became a path, which has a single slash. A drive of Windows has a single letter."""
 PASSWORD = re.compile(r"://[^/@]*:[^/@]*@|\?")
 """A password before the name of a host, or a signature behind a path."""
+
+
+OPTIONS = {protocol: {"auto_mkdir": True} for protocol in ("file", "local")}
 
 
 def uri_of(place: Path | str) -> str:
@@ -56,8 +58,7 @@ class Store:
                 fix="the variables or files of the store's own tools, such as AWS_PROFILE and ~/.aws/credentials",
             )
         try:
-            options = {"auto_mkdir": True} if protocol in ("file", "local") else {}
-            self.files, self.root = fsspec.core.url_to_fs(self.uri or f"{uri}://", **options)
+            self.files, self.root = fsspec.core.url_to_fs(self.uri or f"{uri}://", **OPTIONS.get(protocol, {}))
         except (ImportError, ValueError) as error:
             raise UsageError(
                 f"{uri} is not in a store that fsspec knows.{did_you_mean(protocol, fsspec.available_protocols())}",
@@ -121,7 +122,7 @@ class Store:
         written = marker.parsed(content, Path(self.uri, name, file_names.MARKER)) if content else None
         if written is None or not written.complete:
             return "not all of it has been uploaded" if there else "there is no such checkpoint"
-        return next((f"{file} {why}" for file, why in _shortfalls(there, written.sizes)), "")
+        return next(_shortfalls(there, written.sizes), "")
 
     def newest(self) -> tuple[str, dict[str, str]]:
         """The newest complete checkpoint's name, or an empty one; and why each newer one can't be taken."""
@@ -132,38 +133,26 @@ class Store:
             skipped[name] = why
         return "", skipped
 
-    def begin(self, checkpoint: Path, is_first: bool) -> str:
-        """Returns "complete" for a checkpoint that is there, else "begun".
+    def begin(self, checkpoint: Path, is_first: bool = True) -> bool:
+        """Whether a checkpoint has to be uploaded; the first machine marks it as unfinished before its files come."""
+        content = (checkpoint / file_names.MARKER).read_bytes()
+        is_there = self.marker_of(checkpoint.name) == content
+        if not is_there and is_first:
+            self.unseal(checkpoint.name)
+        return not is_there
 
-        The first machine deletes what is there of that step, so that files of the right sizes are of this checkpoint.
-
-        Raises:
-            BlockingIOError: the first machine has not begun.
-        """
-        name, content = checkpoint.name, (checkpoint / file_names.MARKER).read_bytes()
-        begun = marker.unfinished(hashlib.sha256(content).hexdigest())
-        if (there := self.marker_of(name)) == content:
-            return "complete"
-        if there != begun.encode() and not is_first:
-            raise BlockingIOError("the first machine has not begun")
-        if there != begun.encode():
-            self.delete(name)
-            self.unseal(name, begun)
-        return "begun"
-
-    def unseal(self, name: str, content: str = marker.UNFINISHED) -> None:
+    def unseal(self, name: str) -> None:
         """Marks a checkpoint as unfinished."""
-        self.files.pipe_file(self._path(name, file_names.MARKER), content.encode())
+        self.files.pipe_file(self._path(name, file_names.MARKER), marker.UNFINISHED.encode())
 
     def put(self, folder: Path, name: str) -> None:
         """Uploads a file of one of the run's folders."""
         self.files.put_file(str(folder / name), self._path(folder.name, name))
 
     def describe(self, run: Path) -> None:
-        """Uploads the description of a run's model, which an export needs, where files of it are missing."""
-        there, model = self.sizes(file_names.DESCRIBED), run / file_names.DESCRIBED
-        for name, _ in _shortfalls(there, marker.sizes_of(model)):
-            self.put(model, name)
+        """Uploads the description of a run's model, which an export needs."""
+        for name in marker.sizes_of(run / file_names.DESCRIBED).keys() - self.sizes(file_names.DESCRIBED).keys():
+            self.put(run / file_names.DESCRIBED, name)
 
     def seal(self, checkpoint: Path) -> None:
         """Uploads the marker, which makes a checkpoint complete.
@@ -171,15 +160,13 @@ class Store:
         Raises:
             BlockingIOError: another machine has not uploaded its files.
         """
-        if short := next(_shortfalls(self.sizes(checkpoint.name), marker.listed(checkpoint)), None):
-            raise BlockingIOError(f"{' '.join(short)}: another machine has not uploaded it")
+        if short := next(_shortfalls(self.sizes(checkpoint.name), marker.listed(checkpoint)), ""):
+            raise BlockingIOError(f"{short}: another machine has not uploaded it")
         self.put(checkpoint, file_names.MARKER)
 
     def delete(self, name: str) -> None:
         """Deletes a checkpoint, which counts as unfinished from the first moment on."""
         self.unseal(name)
-        if files := self.sizes(name).keys() - {file_names.MARKER}:
-            self.files.rm([self._path(name, file) for file in files])
         self.files.rm(f"{self.root}/{name}", recursive=True)
 
     def retire(self, keep: int | None, best: str | None) -> None:
@@ -194,29 +181,31 @@ class Store:
         Raises:
             UserError: the disk is too small for it, or its bytes have changed. Nothing is left of it then.
         """
-        sizes = {file: size for file, size in self.sizes(name).items() if needed(file)}
+        written = marker.parsed(self.marker_of(name), Path(self.uri, name, file_names.MARKER))
+        files = [file for file in written.sizes if needed(file)]
+        needed_bytes = sum(written.sizes[file] for file in files)
         fix = "free some space, or another folder"
-        disks.check_room(run, sum(sizes.values()), f"{name} takes", "it can't be fetched", fix)
+        disks.check_room(run, needed_bytes, f"{name} takes", "it can't be fetched", fix)
         with atomic_files.replaced_folder(run / name) as folder:
-            self._get(name, sizes, folder)
+            self._get(name, [*files, file_names.MARKER], folder)
             if damage := marker.damage(folder, needed):
                 raise Damaged(f"{self.uri}/{name}: {damage}", why="it isn't what was written", fix="an older one")
         if not (run / file_names.DESCRIBED).exists():
-            self._get(file_names.DESCRIBED, self.sizes(file_names.DESCRIBED), run / file_names.DESCRIBED)
+            self._get(file_names.DESCRIBED, list(self.sizes(file_names.DESCRIBED)), run / file_names.DESCRIBED)
 
-    def _get(self, name: str, sizes: dict[str, int], target: Path) -> None:
+    def _get(self, name: str, files: list[str], target: Path) -> None:
         with console.waiting(f"fetching {self.uri}/{name}"):
-            self.files.get([self._path(name, file) for file in sizes], [str(target / file) for file in sizes])
+            self.files.get([self._path(name, file) for file in files], [str(target / file) for file in files])
 
     def _path(self, name: str, file: str) -> str:
         return f"{self.root}/{name}/{file}"
 
 
-def _shortfalls(there: dict[str, int], listed: dict[str, int]) -> Iterator[tuple[str, str]]:
-    """The listed files that are missing or have another size, and which it is."""
+def _shortfalls(there: dict[str, int], listed: dict[str, int]) -> Iterator[str]:
+    """The listed files that are missing or have another size."""
     for file, size in listed.items():
         if there.get(file) != size:
-            yield file, f"has {there[file]:,} of {size:,} bytes" if file in there else "is missing"
+            yield f"{file} has {there[file]:,} of {size:,} bytes" if file in there else f"{file} is missing"
 
 
 @contextlib.contextmanager

@@ -84,11 +84,6 @@ def torch_dtype(short: str) -> torch.dtype:
     return dtype
 
 
-def of_tensor(tensor: torch.Tensor) -> Stored:
-    """A tensor that is in memory."""
-    return Stored(tuple(tensor.shape), tensor.dtype, lambda: tensor)
-
-
 def same_bytes(first: Stored, second: Stored) -> bool:
     """Whether two tensors hold the same bytes."""
     if (first.shape, first.dtype) != (second.shape, second.dtype):

@@ -1,13 +1,12 @@
 """safetensors files and checkpoint folders, read by name, size and JSON header: no torch, nothing unpickled."""
 
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from accel_fsdp import untrusted_files
-from accel_fsdp.checkpoints import completeness, file_names, safetensors_header
+from accel_fsdp.checkpoints import file_names, safetensors_header
+from accel_fsdp.checkpoints.completeness import CheckpointFacts
 from accel_fsdp.checkpoints.safetensors_header import Tensor
 from accel_fsdp.errors import UsageError, UserError
 
@@ -30,19 +29,12 @@ def weights_in(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def tied_pair(tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
-    pairs = (pair for pair in TIED if pair[0] in tensors and pair[1] in tensors)
-    return next(((tensors[head], tensors[embedding]) for head, embedding in pairs), None)
-
-
-def equal(first: Tensor, second: Tensor) -> bool:
-    return (first.dtype, first.shape) == (second.dtype, second.shape) and _bytes(first) == _bytes(second)
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    with untrusted_files.opened(tensor.file) as file:
-        file.seek(tensor.start)
-        return file.read(tensor.end - tensor.start)
+def is_tied_apart(tensors: dict[str, Tensor]) -> bool:
+    """Whether head and embedding are both stored, and differ. Needs torch where both are."""
+    for head, embedding in ((tensors.get(head), tensors.get(embedding)) for head, embedding in TIED):
+        if head and embedding:
+            return head.dtype != embedding.dtype or not head.load().equal(embedding.load())
+    return False
 
 
 def model_files(folder: Path) -> tuple[list[str], Mapping[str, str]]:
@@ -70,13 +62,8 @@ def weight_map(path: Path) -> dict[str, str]:
 
 
 def read_json(path: Path, within: Path | None = None) -> dict[str, Any]:
-    """A JSON mapping; empty if there is no such file. `within` as in `untrusted_files.open_file`."""
+    """A JSON mapping; empty if there is no such file. `within` as in `untrusted_files.opened`."""
     return untrusted_files.read_json(path, within) or {}
-
-
-@dataclass(frozen=True)
-class CheckpointFacts(completeness.Parts):
-    """The content of a checkpoint or export folder, by the names of its plain files and folders."""
 
 
 def facts_of(folder: Path) -> CheckpointFacts:
@@ -98,8 +85,6 @@ def facts_of(folder: Path) -> CheckpointFacts:
         optimizer=any(name.startswith(file_names.OPTIMIZER) for name in names),
         scheduler=file_names.SCHEDULER in names,
         by_accelerator=any(name.startswith(f"{file_names.RANDOM_STATES}_") for name in names),
-        exported=file_names.REPORT in names,
-        trainer_state=completeness.has_trainer_state(folder),
     )
 
 
@@ -109,7 +94,7 @@ def _is_plain(path: Path) -> bool:
         if path.is_dir():
             untrusted_files.check_folder(path, path.parent)
         else:
-            os.close(untrusted_files.open_file(path))
+            untrusted_files.check(path)
     except (FileNotFoundError, UserError):
         return False
     return True

@@ -73,8 +73,6 @@ def convert(command: ConvertCommand) -> int:
     for passed_over in newer:
         console.say(f"passed over: {passed_over}", style="yellow")
     console.say(str(checkpoint), style="cyan")
-    if command.out.resolve().is_relative_to(checkpoint.folder.resolve()):
-        raise UserError(f"{command.out} is inside of SRC", why="it would be deleted with it", fix="another OUT")
     _check(checkpoint)
     state, origin = training_state.read(checkpoint), marker.origin_of(checkpoint.folder) or Origin("")
     layout = _zero_layout(command, checkpoint, state, origin) if command.stage else None
@@ -99,8 +97,6 @@ def _check_flags(command: ConvertCommand) -> None:
     refusals.require_local("SRC", command.src, "a conversion reads local disks only", "copy it here first")
     if out.exists():
         raise UserError(f"{out} exists", why="it may be another checkpoint", fix="another OUT")
-    if not (place := atomic_files.existing_part(out)).is_dir():
-        raise UserError(f"{place} is a file", why=f"{out} can't be in it", fix="another OUT")
 
 
 def _check(checkpoint: CheckpointLocation) -> None:
@@ -207,11 +203,9 @@ def _compare(checkpoint: Path, state: TrainingState, folder: Path) -> None:
 
 def _summary(command: ConvertCommand, state: TrainingState, ranks: int) -> list[str]:
     """What was written, and how a run goes on from it."""
-    out, tensors = command.out, f"{counted(len(state.tensors), 'tensor')}, {gb_or_mb(state.size_bytes)}"
-    is_newest = completeness.choose(out.parent).newest == out
-    resume = f"--output_dir {out.parent} --resume_from_checkpoint true"
+    tensors = f"{counted(len(state.tensors), 'tensor')}, {gb_or_mb(state.size_bytes)}"
     return [
-        f"{out}: {command.engine}, for {counted(ranks, 'rank') if ranks else 'any number of ranks'}; "
+        f"{command.out}: {command.engine}, for {counted(ranks, 'rank') if ranks else 'any number of ranks'}; "
         f"{tensors}, equal to SRC's",
-        f"resume: train/sft.py {resume if is_newest else f'--resume_from_checkpoint {out}'}",
+        f"resume: train/sft.py --resume_from_checkpoint {command.out}",
     ]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from accel_fsdp.checkpoints import LORA, TIED, TOKENS, Stored, Weights, safetensors_files, same_bytes, short_name
+from accel_fsdp.checkpoints import TIED, Stored, Weights, safetensors_files, same_bytes
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import hf_layout, merge_lora, transformers_probe
 from accel_fsdp.exporter.companion_files import CompanionFiles
@@ -15,8 +15,6 @@ from accel_fsdp.models import config_json
 from accel_fsdp.units import first_few
 
 SHOWN = 3
-PARAMETERS = (".weight", ".bias", TOKENS)
-"""Endings of the names of an adapter's parameters, besides those of LoRA."""
 BUFFERS = ("inv_freq", "position_ids", "attn.bias", "attn.masked_bias", "masked_bias")
 """Buffers that models used to save and now compute."""
 EXPONENTS = frozenset({torch.float8_e8m0fnu})
@@ -37,7 +35,7 @@ class Planner:
         if description is None:
             return named(tensors, self.dtype)
         expected = description.files if self.weights.filed else description.memory
-        problems = list(_problems(tensors, expected, description))
+        problems = list(_problems(tensors, expected))
         if problems and (method := self._quantised()):
             raise self._is_quantised(method)
         if problems:
@@ -63,7 +61,7 @@ class Planner:
             raise self._is_quantised(method)
         base = self.weights.tensors or safetensors_files.of_folder(self.companions.folder)
         if not is_whole:
-            adapter = merge_lora.tied_once(adapter, self.companions.settings, self._ties(base, description))
+            merge_lora.check_ties(adapter, self._ties(base, description))
         filed_as = description.filed_as if description and not is_whole else None
         weights = Weights(merge_lora.merged(base, adapter, model, filed_as), filed=not is_whole)
         own = next((tensor.dtype for tensor in base.values() if tensor.dtype.is_floating_point), None)
@@ -115,25 +113,10 @@ def named(
     return outputs
 
 
-def check_matrices(adapter: Mapping[str, Stored]) -> None:
-    """Checks that an adapter holds floating-point numbers, however its base is stored."""
-    for name, tensor in adapter.items():
-        if (name.endswith(PARAMETERS) or LORA.search(name)) and not tensor.dtype.is_floating_point:
-            raise UserError(
-                f"{name} of the adapter has no floating-point dtype but {short_name(tensor.dtype)}",
-                why="training doesn't produce such weights: the file's header or index is damaged",
-                fix="copy the adapter again from where it was written",
-            )
-
-
-def _problems(
-    tensors: Mapping[str, Stored], expected: Mapping[str, tuple[int, ...]], description: Description
-) -> Iterator[str]:
+def _problems(tensors: Mapping[str, Stored], expected: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
     for name, shape in expected.items():
         if name not in tensors:
             yield f"{name} is missing"
         elif tensors[name].shape != shape:
             yield f"{name} is {list(tensors[name].shape)}, the config says {list(shape)}"
-        elif name in description.floating and not tensors[name].dtype.is_floating_point:
-            yield f"{name} has no floating-point dtype but {short_name(tensors[name].dtype)}"
     yield from (f"{name} is unexpected" for name in tensors if name not in expected and not name.endswith(BUFFERS))

@@ -1,7 +1,6 @@
 """Uploads an export to the Hugging Face hub; after an interruption, the next try keeps the files already uploaded."""
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,7 +64,7 @@ def push(folder: Path, repository: str, private: bool) -> str:
     check_name(repository)
     for path in (path for path in sorted(folder.rglob("*")) if not path.is_dir()):
         # the hub's library would follow any link, and wait for pipes
-        os.close(untrusted_files.open_file(path, within=folder))
+        untrusted_files.check(path, within=folder)
     with _explained(
         f"the hub doesn't take {repository}",
         why=f"the export is complete in {folder}, and nowhere else",

@@ -23,7 +23,7 @@ KNOWN = frozenset(
         *("inference_mode", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"),
         *("fan_in_fan_out", "lora_dropout", "init_lora_weights", "target_modules", "exclude_modules"),
         *("modules_to_save", "layers_to_transform", "layers_pattern", "trainable_token_indices"),
-        *("ensure_weight_tying", "runtime_config", "megatron_core", "qalora_group_size"),
+        *("runtime_config", "megatron_core", "qalora_group_size"),
         *("eva_config", "corda_config", "lora_ga_config", "loftq_config"),  # settings of initialisations: see HARMLESS
     }
 )
@@ -87,46 +87,32 @@ def _merged_weight(layer: Any, target: str, base: Stored, own: Mapping[str, Stor
 
 
 def check_saved(adapter: Mapping[str, Stored], model: "PeftModel") -> None:
-    """Refuses an adapter that lacks tensors that PEFT creates for its settings, or holds matrices of other modules."""
+    """Refuses an adapter that lacks tensors that PEFT creates for its settings, or holds others."""
     needed, possible = transformers_probe.adapter_shapes(model)
     if lacks := tensor_names.lacking(adapter, needed):
         raise _contradiction(f"lacks {lacks}, which {file_names.ADAPTER_CONFIG} asks for")
     for name, tensor in adapter.items():
-        if LORA.search(name) and name not in possible:
-            module = tensor_names.module_of(name)
-            raise _contradiction(
-                f"holds LoRA matrices of {module}, and {file_names.ADAPTER_CONFIG} chooses other modules"
-            )
-        if tensor.shape != possible.get(name, tensor.shape):
+        if name not in possible:
+            what = f"LoRA matrices of {tensor_names.module_of(name)}" if LORA.search(name) else plain(name)
+            raise _contradiction(f"holds {what}, and {file_names.ADAPTER_CONFIG} chooses other modules")
+        if tensor.shape != possible[name]:
             raise _mismatch(f"{name} is {list(tensor.shape)}, its settings and its base say {list(possible[name])}")
 
 
-def tied_once(
-    adapter: Mapping[str, Stored], settings: Mapping[str, Any], ties: Iterable[tuple[str, ...]]
-) -> dict[str, Stored]:
-    """The adapter without the copies of weights that its settings keep tied (`ensure_weight_tying`).
-
-    Otherwise PEFT trains one of the tied weights separately from the others; rows of tokens alone are always tied.
-
-    Raises:
-        UserError: the merged weights would differ, and a tied model stores them only once.
-    """
-    changed = {name: f"{plain(LORA.split(f'{name}.')[0] + '.')}weight" for name in adapter if LORA.search(name)}
-    changed |= {name: plain(name) for name in adapter if not LORA.search(name) and TOKENS not in name}
-    copies: set[str] = set()
+def check_ties(adapter: Mapping[str, Stored], ties: Iterable[tuple[str, ...]]) -> None:
+    """Refuses an adapter that changes a tied weight, but for rows of tokens, which PEFT keeps tied."""
+    changed = {f"{plain(LORA.split(f'{name}.')[0] + '.')}weight" for name in adapter if LORA.search(name)}
+    changed |= {plain(name) for name in adapter if not LORA.search(name) and TOKENS not in name}
     for group in ties:
-        changed_names = [name for name in group if name in changed.values()]
-        if changed_names and not settings.get("ensure_weight_tying"):
-            partner = next(name for name in group if name != changed_names[0])
+        if tied := [name for name in group if name in changed]:
+            partner = next(name for name in group if name != tied[0])
             raise UserError(
-                f"the adapter changes {changed_names[0]}, which the base ties to {partner}",
+                f"the adapter changes {tied[0]}, which the base ties to {partner}",
                 why="PEFT trains them apart, and the export of a tied model would hold one weight for both",
                 fix="untie the base: base = AutoModelForCausalLM.from_pretrained(BASE, tie_word_embeddings=False), "
                 "base.get_output_embeddings().weight.data = base.get_input_embeddings().weight.data.clone(), "
                 "base.save_pretrained(FOLDER), then --model FOLDER; or export the adapter without --merge-adapter",
             )
-        copies.update(changed_names[1:])
-    return {name: tensor for name, tensor in adapter.items() if changed.get(name) not in copies}
 
 
 def check_settings(settings: Mapping[str, Any], trained_base: bool) -> None:
@@ -163,7 +149,7 @@ def _unmergeable(what: str) -> UserError:
 def _contradiction(what: str) -> UserError:
     return UserError(
         f"the adapter's file {what}",
-        why="the file is incomplete or of another adapter, and the merge would not be the model that was trained",
+        why="the file is incomplete or of another adapter, and PEFT would leave modules random",
         fix=f"copy {file_names.ADAPTER_CONFIG} and {file_names.ADAPTER} again, from one save_pretrained",
     )
 

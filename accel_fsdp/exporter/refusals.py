@@ -1,15 +1,14 @@
 """The exports that are refused before anything is written, each with its reason."""
 
-import shutil
 from pathlib import Path
 
-from accel_fsdp import atomic_files
+from accel_fsdp import disks
 from accel_fsdp.checkpoints import CheckpointLocation, Weights, file_names, store
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.exporter import companion_files
 from accel_fsdp.exporter.companion_files import CompanionFiles
 from accel_fsdp.exporter.flags import ExportCommand
-from accel_fsdp.units import MIB, distinguishable, gb_or_mb
+from accel_fsdp.units import MIB, gib_or_mib
 
 SPARE_BYTES = 64 * MIB
 WRITTEN = (
@@ -114,11 +113,10 @@ def _check_vocabulary(weights: Weights, companions: CompanionFiles) -> None:
 
 
 def check_space(out: Path, needed: int, wide: bool = False, what: str = "the export") -> None:
-    free = shutil.disk_usage(atomic_files.existing_part(out.parent)).free
-    if free < needed + SPARE_BYTES:
-        needs, available = distinguishable(gb_or_mb, needed + SPARE_BYTES, free)
-        raise UserError(
-            f"{what} needs {needs}, the disk of {out} has {available} free",
-            why=f"it would end half-way; {gb_or_mb(SPARE_BYTES)} of it are for config, tokenizer and the file system",
-            fix="choose an OUT on another disk" + (", or --dtype bfloat16" if wide else ""),
-        )
+    disks.check_room(
+        out.parent,
+        needed + SPARE_BYTES,
+        f"{what} needs",
+        why=f"it would end half-way; {gib_or_mib(SPARE_BYTES)} of it are for config, tokenizer and the file system",
+        fix="choose an OUT on another disk" + (", or --dtype bfloat16" if wide else ""),
+    )

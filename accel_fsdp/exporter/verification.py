@@ -1,7 +1,6 @@
 """Verifies an export: reopens its files and compares them with the report from when they were written."""
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -17,7 +16,6 @@ from accel_fsdp.exporter.writer import Progress, Written
 from accel_fsdp.units import counted, gb_or_mb
 
 HASH = re.compile(r"[0-9a-f]{32}")
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ def _check_links(folder: Path) -> None:
         if not hidden and not path.is_file() and (path.is_symlink() or not path.is_dir()):
             if path.is_dir():
                 raise untrusted_files.broken(path, "is a link to a folder, which isn't part of an export")
-            os.close(untrusted_files.open_file(path, folder))
+            untrusted_files.check(path, folder)
 
 
 def _check_companions(folder: Path, report: ExportReport) -> ExportReport:
@@ -148,22 +146,6 @@ def _non_finite(report: ExportReport) -> str:
     numbers, tensors = sum(report.non_finite.values()), len(report.non_finite)
     amount = counted(numbers, "number is", "numbers are")
     return f"{amount} NaN or infinite, in {tensors} of {counted(len(report.tensors), 'tensor')}"
-
-
-def same_as_peft(report: ExportReport, needed: Shapes, possible: Shapes) -> ExportReport:
-    """Compares an exported adapter with the tensors that PEFT creates for its settings: needed and possible ones."""
-    stem = file_names.ADAPTER_STEM
-    shapes = {name: written.shape for name, written in report.tensors.items() if written.file.startswith(stem)}
-    unexpected = {(name, shape) for name, shape in shapes.items() if possible.get(name) != shape}
-    differing = (needed.items() - shapes.items()) | unexpected
-    if differing:
-        name = min(name for name, _ in differing)
-        raise UserError(
-            f"the adapter's tensors aren't those of its {file_names.ADAPTER_CONFIG}: {name}",
-            why="PEFT would leave it random or refuse it",
-            fix="give the model that the adapter was trained on: --model ID_OR_FOLDER",
-        )
-    return report.proven("names and shapes are those that PEFT expects")
 
 
 def check(folder: Path, by_loading: bool, allow_non_finite: bool = False) -> ExportReport:

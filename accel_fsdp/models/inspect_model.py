@@ -58,7 +58,6 @@ def model_facts(name: str, config: Any) -> ModelFacts:
 def _formats(name: str, config: Any, model: "nn.Module") -> dict[str, Any]:
     """Dtypes, ties, experts and quantisation, from the config and the headers of the weights."""
     stored = summary.weights_in(_local_folder(name))
-    pair = summary.tied_pair(stored)
     tied = bool(getattr(config, "tie_word_embeddings", False))
     declared = getattr(model, "_no_split_modules", None) or ()
     quantization = getattr(config, "quantization_config", None)
@@ -66,7 +65,7 @@ def _formats(name: str, config: Any, model: "nn.Module") -> dict[str, Any]:
     return {
         "dtype": _dtype(config, stored),
         "tied": tied,
-        "tied_apart": tied and pair is not None and not summary.equal(*pair),
+        "tied_apart": tied and summary.is_tied_apart(stored),
         "kept_bf16": next(iter(layers.kept_in_float32(model, "bfloat16")), ""),
         "kept_fp16": next(iter(layers.kept_in_float32(model, "float16")), ""),
         "expert_classes": layers.expert_classes(model),

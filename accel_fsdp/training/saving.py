@@ -21,7 +21,7 @@ from accel_fsdp.ranks import stacks
 from accel_fsdp.training import background_saves, disk_room
 from accel_fsdp.training.loading import cause
 from accel_fsdp.training.reporting import History
-from accel_fsdp.training.uploads import Uploads
+from accel_fsdp.training.stored import Uploads
 from accel_fsdp.units import any_time
 
 NOTICED_SECONDS = 0.1
@@ -76,9 +76,7 @@ class CheckpointWriter(TrainerCallback):  # type: ignore[misc]
 
     def upload_rest(self) -> str:
         """Waits until the newest checkpoint is in the store; returns what is left of it and why, on the first rank."""
-        if self.uploads is None:
-            return ""
-        return self.uploads.finish()
+        return self.uploads.finish() if self.uploads is not None else ""
 
     def require_uploaded(self) -> None:
         """Raises a UserError, on all ranks, if the newest checkpoint isn't in the store."""

@@ -86,16 +86,12 @@ def test_merges_that_need_more_than_two_matrices_are_refused(what: str, tiny_mod
 
 CONTRADICTED: dict[str, dict[str, Any]] = {
     "another rank": {"r": 3},
-    "another rank of a module": {"rank_pattern": {"q_proj": 3}},
     "magnitudes": {"use_dora": True},
     "no number": {"lora_alpha": "x"},
     "fewer modules": {"target_modules": ["q_proj"]},
-    "another pattern": {"target_modules": r".*\.q_proj"},
     "a module left out": {"exclude_modules": ["up_proj"]},
-    "fewer layers": {"layers_to_transform": [0], "layers_pattern": "layers"},
     "saved instead": {"modules_to_save": ["mlp"]},
     "one more saved": {"modules_to_save": ["lm_head", "norm"]},
-    "more modules": {"target_modules": ["q_proj", "up_proj", "down_proj"]},
     "a wider pattern": {"target_modules": r".*\.(q|k|up)_proj"},
 }
 
@@ -111,7 +107,7 @@ def test_settings_that_the_file_contradicts_are_refused(what: str, tiny_model: P
 
 
 @pytest.mark.parametrize("targets", [MODULES, "all-linear"], ids=["named", "all linear"])
-@pytest.mark.parametrize("letter", ["", "A", "B"], ids=["pairs", "half a pair: A", "half a pair: B"])
+@pytest.mark.parametrize("letter", ["", "A"], ids=["pairs", "half a pair"])
 def test_lora_tensors_that_are_missing_are_counted(letter: str, targets: Any, tiny_model: Path, tmp_path: Path) -> None:
     """PEFT loads such a file in silence, and the modules stay as the base has them."""
     trained(tiny_model, target_modules=targets).save_pretrained(tmp_path / "adapter")
@@ -278,7 +274,6 @@ APART: dict[str, dict[str, Any]] = {
 }
 TOGETHER: dict[str, dict[str, Any]] = {
     "tokens": {"trainable_token_indices": [3, 7]},
-    "kept tied": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
 }
 
 

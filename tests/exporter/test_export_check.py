@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import accel_fsdp
+from conftest import here
 from runs import export
 from safetensors.torch import load_file, save_file
 
@@ -115,10 +115,10 @@ def test_a_model_of_nan_without_report(tiny_model: Path, tmp_path: Path) -> None
         name: torch.full_like(tensor, math.nan) for name, tensor in load_file(tiny_model / "model.safetensors").items()
     }
     save_file(state, tmp_path / "final" / "model.safetensors", {"format": "pt"})
-    finished = accel_fsdp("export", "--check", tmp_path / "final", "--verify", "bytes")
+    finished = here("export", "--check", tmp_path / "final", "--verify", "bytes")
     assert finished.code == 1
     assert f"{sum(tensor.numel() for tensor in state.values()):,} numbers are NaN" in finished.output
-    finished = accel_fsdp("export", "--check", tmp_path / "final", "--verify", "bytes", "--allow-non-finite")
+    finished = here("export", "--check", tmp_path / "final", "--verify", "bytes", "--allow-non-finite")
     assert finished.code == 0
     assert "not finite: " in finished.output
     whole = load_file(tiny_model / "model.safetensors")

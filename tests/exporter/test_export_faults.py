@@ -24,7 +24,7 @@ import torch
 from conftest import ROOT
 from huggingface_hub import HfApi, RepoUrl
 from runs import HEADS, INNER, export
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from transformers import LlamaConfig
@@ -95,28 +95,6 @@ def test_damage_is_named(
     assert name in caught.value.what
     assert [path.name for path in out.iterdir()] == ["config.json"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
-
-
-@pytest.mark.parametrize("file", [".metadata", "__1_0.distcp"])
-def test_any_flipped_bit_is_found(file: str, run_folder: Path, tmp_path: Path) -> None:
-    """The hashes are in the marker."""
-    completeness.seal(run_folder / "checkpoint-1", Origin("FSDP"))
-    path, random_place = run_folder / INNER / file, random.Random(0)
-    whole = path.read_bytes()
-    export(run_folder, tmp_path / "right")
-    right = load_file(tmp_path / "right" / "model.safetensors")
-    count = 0
-    for _ in range(60):
-        content = bytearray(whole)
-        content[random_place.randrange(len(content))] ^= 1 << random_place.randrange(8)
-        path.write_bytes(content)
-        with contextlib.suppress(UserError):
-            count += 1
-            export(run_folder, tmp_path / "out", force=True)
-            count -= 1
-            tensors = load_file(tmp_path / "out" / "model.safetensors")
-            assert all(torch.equal(tensors[name], right[name]) for name in right.keys() & tensors.keys())
-    assert count == 60
 
 
 def test_overlapping_chunks_are_found(run_folder: Path, tmp_path: Path) -> None:
@@ -241,16 +219,14 @@ def test_paths_stay_in_the_folder(trick: str, run_folder: Path, tmp_path: Path) 
         export(run_folder, tmp_path / "out")
 
 
-def command(*words: str | Path, limit_bytes: int = 0, verify: str = "bytes") -> subprocess.Popen[str]:
-    """The export as a process of its own, with a largest file size where one is given."""
-    limit = (limit_bytes, limit_bytes)
+def command(*words: str | Path, verify: str = "bytes") -> subprocess.Popen[str]:
+    """The export as a process of its own."""
     return subprocess.Popen(
         [sys.executable, "-m", "accel_fsdp", "export", *map(str, words), "--verify", verify],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        preexec_fn=(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit)) if limit_bytes else None,
     )
 
 
@@ -270,18 +246,13 @@ def test_a_disk_that_fills_up_at_any_point(run_folder: Path, tmp_path: Path, mon
     export(run_folder, tmp_path / "out")
     whole = (tmp_path / "out" / "model.safetensors").stat().st_size
     shutil.rmtree(tmp_path / "out")
-    finished = command(run_folder, tmp_path / "out", limit_bytes=1)
-    output, _ = finished.communicate(timeout=60)
-    assert finished.returncode == 1, output
-    assert "cannot write" in output
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
-    for tenth in (3, 6, 9):
+    for tenth in (0, 3, 6, 9):
         with files_of_at_most(1 + whole * tenth // 10), pytest.raises(UserError, match="cannot write"):
             export(run_folder, tmp_path / "out")
         assert sorted(path.name for path in tmp_path.iterdir()) == ["run"], tenth
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(UserError, match=r"has 0\.00 MB free"):
+    with pytest.raises(UserError, match=r"the export needs .* MiB are free"):
         export(run_folder, tmp_path / "out")
 
 
@@ -301,13 +272,13 @@ def test_ended_at_any_moment(number: int, trained_run: Path, whole_export: tuple
     export(trained_run, out, dtype="bfloat16")
     old = (out / "model.safetensors").read_bytes()
     seconds, new = whole_export
-    tries = ["bytes"] * 4 if number == signal.SIGKILL else ["bytes", "load"]
+    tries = ["bytes"] * 2 if number == signal.SIGKILL else ["bytes", "load"]
     for verify in tries:
         process = command(trained_run, out, "--force", verify=verify)
         time.sleep(seconds * moments.uniform(0.3, 1.0))
         process.send_signal(number)
         output, _ = process.communicate(timeout=60)
-        if out.exists() or sys.platform == "linux":  # elsewhere there is a moment between two renames
+        if out.exists():  # there is a moment between two renames
             assert (out / "model.safetensors").read_bytes() in (old, new)
         if number != signal.SIGKILL:
             codes = (0, -number, 128 + number)  # it had ended; Python itself was starting; it cleaned up
@@ -320,17 +291,14 @@ def test_ended_at_any_moment(number: int, trained_run: Path, whole_export: tuple
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_ended_between_two_renames_where_names_cannot_be_swapped(
-    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ended_between_two_renames(run_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     export(run_folder, out, dtype="bfloat16")
-    old = (out / "model.safetensors").read_bytes()
-    monkeypatch.setattr(atomic_files, "_exchange", lambda path, other: False)
+    kept = (out / "model.safetensors").read_bytes()
     export(run_folder, out, force=True)
-    assert (out / "model.safetensors").read_bytes() != old
+    assert (out / "model.safetensors").read_bytes() != kept
+    kept = (out / "model.safetensors").read_bytes()
     out.rename(tmp_path / ".out.old")  # as a kill between them leaves it
-    kept = (tmp_path / ".out.old" / "model.safetensors").read_bytes()
     with pytest.raises(UserError, match="no such dtype"), atomic_files.replaced_folder(out):
         raise UserError("no such dtype", why="", fix="")
     assert (out / "model.safetensors").read_bytes() == kept

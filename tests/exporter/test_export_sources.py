@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import accel_fsdp
+from conftest import here
 from peft import LoraConfig, get_peft_model
 from runs import export
 from safetensors.torch import load_file, save_file
@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from accel_fsdp import atomic_files
 from accel_fsdp.checkpoints import discover
 from accel_fsdp.errors import UsageError, UserError
-from accel_fsdp.exporter import command, refusals
+from accel_fsdp.exporter import command
 
 HEAD = "lm_head.weight"
 
@@ -147,12 +147,6 @@ def test_an_index_and_its_files_agree(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tensor_that_two_files_hold_alike(sharded: Path, tmp_path: Path) -> None:
-    right = export(sharded, tmp_path / "right")
-    add_head(other_shard(sharded), right[HEAD])
-    assert torch.equal(export(sharded, tmp_path / "out")[HEAD], right[HEAD])
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_of_two_models_in_one_folder_that_of_from_pretrained(sharded: Path, tiny_model: Path, tmp_path: Path) -> None:
     """One file and an index: as a source, and as the base of an adapter."""
@@ -186,19 +180,6 @@ def test_an_error_names_the_side_that_failed(
         export(tiny_model, tmp_path / "out")
 
 
-def test_a_full_disk_is_told_all_that_is_needed(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The number that is asked for is the one that free space is held against."""
-    free = refusals.SPARE_BYTES + 1000
-    usage = shutil.disk_usage(tmp_path)._replace(free=free)
-    monkeypatch.setattr(refusals.shutil, "disk_usage", lambda _: usage)
-    for dtype, advice in (("float32", "--dtype bfloat16"), ("bfloat16", "choose an OUT on another disk")):
-        with pytest.raises(UserError, match=r"needs 67\.\d+ MB, the disk of .* has 67\.11 MB free") as caught:
-            export(tiny_model, tmp_path / "out", dtype=dtype)
-        assert caught.value.fix.endswith(advice)
-
-
 def test_lists_are_whole_without_a_terminal(tiny_model: Path, tmp_path: Path) -> None:
     """Names can be copied, and a file that is missing is listed once."""
     run = tmp_path / ("a_long_name_" * 12)
@@ -208,7 +189,7 @@ def test_lists_are_whole_without_a_terminal(tiny_model: Path, tmp_path: Path) ->
     (folder / "complete.json").write_text(json.dumps({"complete": True, "files": sizes}))
     gone = sorted(folder.glob("*.safetensors"))[0]
     gone.unlink()
-    finished = accel_fsdp("export", run, "--list")
+    finished = here("export", run, "--list")
     assert finished.code == 0
     line = next(line for line in finished.output.splitlines() if str(folder) in line)
     assert line.count(gone.name) == 1
@@ -293,8 +274,7 @@ def test_a_file_of_a_half_written_checkpoint(name: str, crowd: Path, tmp_path: P
         export(crowd / name, tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "optimizer.safetensors"])
-def test_a_file_that_is_no_model_is_not_another_one(name: str, crowd: Path, tmp_path: Path) -> None:
-    (crowd / "ema.safetensors").rename(crowd / name)
-    with pytest.raises(UserError, match=r"is a part of a model, and model\.safetensors|holds optimizer state"):
-        export(crowd / name, tmp_path / "out")
+def test_a_file_that_is_no_model_is_not_another_one(crowd: Path, tmp_path: Path) -> None:
+    path = (crowd / "ema.safetensors").rename(crowd / "optimizer.safetensors")
+    with pytest.raises(UserError, match="holds optimizer state"):
+        export(path, tmp_path / "out")

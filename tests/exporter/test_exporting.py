@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, accel_fsdp, run
+from conftest import ROOT, accel_fsdp, here, run
 from peft import LoraConfig, PeftModel, get_peft_model
 from runs import export, same
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from test_export_architectures import transposed_files
 from torch.distributed.checkpoint import save as save_dcp
 from transformers import (
@@ -30,8 +30,8 @@ from accel_fsdp.exporter import companion_files
 
 WRITER = ROOT / "tests" / "sharded_writer.py"
 KINDS = ("fsdp1-1", "fsdp1-2", "fsdp1-tied-bf16", "fsdp2", "fsdp2-bf16", "fsdp2-tied")
-FULL = [f"{kind}-{ranks}" for kind in KINDS for ranks in (1, 2, 3, 4)] + ["fsdp1-4-4", "fsdp1-5-4", "fsdp2-hybrid-4"]
-LORA = [*(f"lora-{ranks}" for ranks in (1, 2, 3, 4)), "lora-patterns-3", "dora-whole-3"]
+FULL = [f"{kind}-{ranks}" for kind in KINDS for ranks in (1, 3, 4)] + ["fsdp1-4-4", "fsdp1-5-4", "fsdp2-hybrid-4"]
+LORA = [*(f"lora-{ranks}" for ranks in (1, 3, 4)), "lora-patterns-3", "dora-whole-3"]
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -136,11 +136,11 @@ def flip(path: Path, at: int) -> None:
 
 
 def test_an_adapter_is_checked_against_its_settings(written: Path, tmp_path: Path) -> None:
-    export(written / "lora-2", tmp_path / "out", verify="load")
-    shutil.copytree(written / "lora-2", tmp_path / "run")
+    export(written / "lora-3", tmp_path / "out", verify="load")
+    shutil.copytree(written / "lora-3", tmp_path / "run")
     settings = tmp_path / "run" / "model" / "adapter_config.json"
     settings.write_text(settings.read_text().replace('"q_proj"', '"k_proj"'))
-    with pytest.raises(UserError, match="those of its adapter_config"):
+    with pytest.raises(UserError, match="lacks LoRA tensors of 2 of 4 modules"):
         export(tmp_path / "run", tmp_path / "other", verify="load")
     assert not (tmp_path / "other").exists()
 
@@ -231,10 +231,10 @@ def assert_converted(tmp_path: Path) -> None:
 def test_what_comes_with_the_weights(written: Path, tiny_model: Path, tmp_path: Path) -> None:
     """A config that Trainer wrote has use_cache off; code and links are left behind."""
     run_folder = tmp_path / "run"
-    shutil.copytree(written / "fsdp2-2", run_folder)
+    shutil.copytree(written / "fsdp2-3", run_folder)
     shutil.rmtree(run_folder / "model")
     folder = run_folder / "checkpoint-1"
-    config = json.loads((written / "fsdp2-2" / "model" / "config.json").read_text())
+    config = json.loads((written / "fsdp2-3" / "model" / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "use_cache": False, "auto_map": {"AutoModel": "x.X"}}))
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(tiny_model / name, folder / name)
@@ -332,32 +332,6 @@ def test_numbers_that_a_dtype_cannot_hold(
             export(tmp_path / "run", tmp_path / "again", dtype=dtype, allow_non_finite=allowed)
 
 
-WHOLE_NUMBERS = ("model", "pickle", "adapter", "adapter, merged", "base")
-
-
-@pytest.mark.parametrize("what", WHOLE_NUMBERS)
-def test_weights_whose_header_says_whole_numbers(what: str, tiny_model: Path, tmp_path: Path) -> None:
-    """A header of another dtype of the same size: the bytes are all there, and each is another number."""
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
-    adapted.save_pretrained(tmp_path / "adapter")
-    src = Path(shutil.copytree(tiny_model, tmp_path / "model"))
-    path = tmp_path / "adapter" / "adapter_model.safetensors" if "adapter" in what else src / "model.safetensors"
-    state = load_file(path)
-    name = next(name for name in state if "layers.0.self_attn.q_proj" in name)
-    state[name] = state[name].view(torch.int32)
-    if what == "pickle":
-        path.unlink()
-        torch.save(state, src / "model.pth")
-    else:
-        save_file(state, path, metadata={"format": "pt"})
-    merged = {"merge_adapter": True, "model": str(src)} if "merged" in what or what == "base" else {}
-    source = src if what in ("model", "pickle") else tmp_path / "adapter"
-    for verify in ("bytes", "load"):
-        with pytest.raises(UserError, match=r"q_proj.* has no floating-point dtype but I32"):
-            export(source, tmp_path / "out", verify=verify, **merged)
-
-
 def test_frozen_parameters_under_zero1(tmp_path: Path) -> None:
     """DeepSpeed lists them from stage 2 on; before they are in the module's state alone."""
     module = {"trained": torch.zeros(4), "frozen": torch.arange(3.0)}
@@ -371,10 +345,11 @@ def test_frozen_parameters_under_zero1(tmp_path: Path) -> None:
 
 def test_every_level_of_a_run_is_understood(written: Path, tmp_path: Path) -> None:
     run_folder = tmp_path / "runs" / "first"
-    shutil.copytree(written / "fsdp2-2", run_folder)
+    shutil.copytree(written / "fsdp2-3", run_folder)
     (run_folder / "full.pt").unlink()
     folder = run_folder / "checkpoint-1"
     inner = folder / "pytorch_model_fsdp_0"
+    (folder / "optimizer_0").mkdir()
     for place in (run_folder, folder, inner, inner / ".metadata", inner / "__0_0.distcp"):
         assert discover.find(place)[0].weights == inner
     for place, hint in (
@@ -392,7 +367,7 @@ def test_every_level_of_a_run_is_understood(written: Path, tmp_path: Path) -> No
 def test_the_newest_complete_checkpoint_is_taken(written: Path, tmp_path: Path) -> None:
     run_folder = tmp_path / "run"
     for number in (2, 10, 12):
-        folder = Path(shutil.copytree(written / "fsdp2-2" / "checkpoint-1", run_folder / f"checkpoint-{number}"))
+        folder = Path(shutil.copytree(written / "fsdp2-3" / "checkpoint-1", run_folder / f"checkpoint-{number}"))
         (folder / "pytorch_model_fsdp_0" / ".metadata").rename(tmp_path / "lost") if number == 12 else None
         completeness.seal(folder, Origin("FSDP"))
     shutil.copytree(run_folder / "checkpoint-10", run_folder / "checkpoint-11")
@@ -400,7 +375,7 @@ def test_the_newest_complete_checkpoint_is_taken(written: Path, tmp_path: Path) 
     location, newer = discover.find(run_folder)
     assert location.folder.name == "checkpoint-10"
     assert [checkpoint.missing for checkpoint in newer] == [("its end",), ("pytorch_model_fsdp_0/.metadata",)]
-    listed = accel_fsdp("export", run_folder, "--list", "--json")
+    listed = here("export", run_folder, "--list", "--json")
     numbers = [Path(entry["folder"]).name.removeprefix("checkpoint-") for entry in json.loads(listed.output)]
     assert numbers == ["2", "10", "11", "12"]
     with pytest.raises(UserError, match=r"lacks pytorch_model_fsdp_0/\.metadata"):

