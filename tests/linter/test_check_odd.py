@@ -268,4 +268,4 @@ def test_launch_warns_of_what_it_sees_in_the_script(
     output = capsys.readouterr()
     assert ("warning AF901: train.py:" in output.err) == warned
     assert "launched" not in output.err
-    assert output.out.endswith(f"accelerate launch --config_file {path} {script}\n")
+    assert f"accelerate launch --config_file {path} {script}\n" in output.out

@@ -156,7 +156,8 @@ def test_escape_goes_back_one_question(rows: int, columns: int, tmp_path: Path) 
     terminal.wait_for("Which engine?")
     terminal.wait_for("Description")
     terminal.child.send(ESCAPE)
-    terminal.answer("What do you train?", UP)  # back to full
+    terminal.wait_for("quantised to 4 bits")  # without the description, which is that of the proposal
+    terminal.child.send(UP + ENTER)  # back to full
     terminal.answer("Which engine?")
     terminal.wait_for("Quit, write nothing")
     terminal.child.send(ESCAPE)  # from the review to the last question
