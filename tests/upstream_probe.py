@@ -22,8 +22,8 @@ from accelerate.state import AcceleratorState, GradientState
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from accel_fsdp import cpu
 from accel_fsdp.launch import launcher
+from accel_fsdp.ranks import cpu
 
 COLLECTIVE_SECONDS = 60
 LAYER = "LlamaDecoderLayer"

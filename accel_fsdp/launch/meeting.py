@@ -13,7 +13,7 @@ from datetime import timedelta
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
-from accel_fsdp import console, time_limits
+from accel_fsdp import console, waiting
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import host
 from accel_fsdp.launch import agreement
@@ -65,7 +65,7 @@ def meet(rank: int, machines: int, address: str, port: int, settings: Settings, 
                 with contextlib.suppress(RuntimeError):
                     store.add(READ, 1)
                     if rank == 0:
-                        time_limits.comes_true(lambda: store.add(READ, 0) >= len(_come(store)), OPEN_SECONDS)
+                        waiting.comes_true(lambda: store.add(READ, 0) >= len(_come(store)), OPEN_SECONDS)
             del server
             if rank:
                 with contextlib.suppress(OSError):
@@ -140,7 +140,7 @@ def _wait_for_all(store: "Store", own: Machine, place: str, seconds: float, dead
     elif len(come) == own.machines or len({machine.machines for machine in come}) > 1:
         _end(store)
     try:
-        while not time_limits.comes_true(lambda: store.check([END]), min(REPORT_SECONDS, deadline - time.monotonic())):
+        while not waiting.comes_true(lambda: store.check([END]), min(REPORT_SECONDS, deadline - time.monotonic())):
             come = _come(store)
             missing = sorted({*range(own.machines)} - {machine.rank for machine in come})
             names = first_few([str(rank) for rank in missing], 8)

@@ -1,4 +1,5 @@
 from . import averaging as averaging
+from . import cpu as cpu
 from . import flight_records as flight_records
 from . import hang as hang
 from . import holding as holding

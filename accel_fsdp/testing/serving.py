@@ -20,9 +20,9 @@ from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from typing import Any
 
-from accel_fsdp import cpu, python_child
 from accel_fsdp.errors import UserError, in_a_line
-from accel_fsdp.ranks import hang
+from accel_fsdp.launch import python_child
+from accel_fsdp.ranks import cpu, hang
 
 GROUP_SECONDS = timedelta(days=1)
 """Seconds that a collective may take: the parent's limit is shorter, and its message says more."""

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 pytestmark = pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing())
 SECONDS = 120
 PORT = "29437"
-SCRIPT = "import os\nimport accel_fsdp.cpu\nprint('rank', os.environ['RANK'], 'trains', flush=True)\n"
+SCRIPT = "import os\nimport accel_fsdp.ranks.cpu\nprint('rank', os.environ['RANK'], 'trains', flush=True)\n"
 
 
 @pytest.fixture(scope="module")

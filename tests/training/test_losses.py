@@ -30,8 +30,8 @@ from transformers import (
     Trainer,
 )
 
-from accel_fsdp import cpu
 from accel_fsdp.errors import guard
+from accel_fsdp.ranks import cpu
 from accel_fsdp.training import Diverged, divergence, losses
 from accel_fsdp.training.data import IGNORED
 from accel_fsdp.training.reporting import run_record
