@@ -400,8 +400,8 @@ def repaired(text: str, folder: Path) -> Any:
         ("fsdp_config", "fsdp_offload_optimizer", ""),
         ("fsdp_config", "fsdp_cpu_ram", "fsdp_cpu_ram_efficient_loading"),
         ("fsdp_config", "fsdp_mixed_precision", ""),
-        ("parallelism_config", "parallelism_config_pp_size", "near"),
-        ("deepspeed_config", "zero2_init_flag", "near"),
+        ("parallelism_config", "parallelism_config_pp_size", "parallelism_config_tp_size"),
+        ("deepspeed_config", "zero2_init_flag", "zero3_init_flag"),
     ],
 )
 def test_what_is_no_sure_typo_is_not_renamed(section: str, key: str, meant: str, tmp_path: Path) -> None:
