@@ -31,7 +31,7 @@ def ask(question: Question, context: Context, before: Any) -> Any:
     else:
         answer, shown = _ask_choice(question, context, value if before is None else before, reason)
     if answer is not BACK:
-        console.answered(question.field.replace("_", " "), shown)
+        console.answered(question.title, shown)
     return answer
 
 

@@ -217,7 +217,7 @@ QUESTIONS: tuple[Question, ...] = (
         defaults.always(1, "whole layers; more sum activations over the ranks several times in each layer"),
         applies=lambda context: context.engine is Engine.FSDP2,
         helps=never,
-        check=validation.check_tensor,
+        check=validation.check_axis("tp"),
         metavar="N",
     ),
     Question(
@@ -226,7 +226,7 @@ QUESTIONS: tuple[Question, ...] = (
         defaults.always(1, "each rank gathers all experts of a layer; more send tokens to the experts' ranks"),
         applies=lambda context: context.engine is Engine.FSDP2,
         helps=never,
-        check=validation.check_experts,
+        check=validation.check_axis("ep"),
         metavar="N",
     ),
     _keyed(
