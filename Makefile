@@ -15,7 +15,7 @@ PIP_NEWEST := $(NEWEST)/bin/pip install --quiet --disable-pip-version-check --co
 # What builds, checks and tries the wheel and the sdist, in an environment of its own, without torch.
 DIST ?= .venv-dist
 
-.PHONY: demo dist site test test-all test-oldest test-newest against lint check docs clean
+.PHONY: demo dist site test test-all test-oldest test-newest lint check docs clean
 
 # The demo runs two ranks: on GPUs where there are two, else on the CPU.
 demo: export CUDA_VISIBLE_DEVICES := $(shell [ "$$(nvidia-smi -L 2>/dev/null | wc -l)" -ge 2 ] && echo "$${CUDA_VISIBLE_DEVICES-0,1}")
@@ -45,7 +45,7 @@ dist: $(DIST)/.tools
 test: $(VENV)/.test
 	python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-test-all: $(VENV)/.test
+test-all: $(VENV)/.nightly
 	python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --runslow
 
 test-oldest: export PATH := $(CURDIR)/$(OLDEST)/bin:$(PATH)
@@ -55,10 +55,6 @@ test-oldest: $(OLDEST)/.test
 test-newest: export PATH := $(CURDIR)/$(NEWEST)/bin:$(PATH)
 test-newest: $(NEWEST)/.test
 	python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --runslow
-
-# What a version of a library that isn't installed changes of what this package uses inside of it.
-against: $(VENV)/.test
-	python tests/upgrades.py $(VERSION)
 
 lint: $(VENV)/.test
 	ruff check .
@@ -87,6 +83,10 @@ $(VENV)/.test: $(VENV)/.base
 	$(PIP) --editable '.[test]'
 	touch $@
 
+$(VENV)/.nightly: $(VENV)/.test
+	$(PIP) --editable '.[nightly]'
+	touch $@
+
 $(DIST)/.tools: constraints.txt
 	test -x $(DIST)/bin/python || $(PYTHON) -m venv $(DIST)
 	$(DIST)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt build hatchling twine uv
@@ -95,14 +95,14 @@ $(DIST)/.tools: constraints.txt
 $(OLDEST)/.test: constraints-oldest.txt pyproject.toml
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	$(PIP_OLDEST) torch
-	$(PIP_OLDEST) --editable '.[train]' hypothesis jsonschema pexpect psutil pyte pytest pytest-rerunfailures pytest-timeout pytest-xdist tensorboard
+	$(PIP_OLDEST) --editable '.[train]' hypothesis jsonschema pexpect psutil pytest pytest-rerunfailures pytest-timeout pytest-xdist tensorboard
 	touch $@
 
 $(NEWEST)/.test: constraints.txt constraints-newest.txt pyproject.toml
 	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
 	grep --invert-match '^torch==' constraints.txt | cat - constraints-newest.txt > $(NEWEST)/constraints.txt
 	$(PIP_NEWEST) torch
-	$(PIP_NEWEST) --editable '.[test]'
+	$(PIP_NEWEST) --editable '.[nightly]'
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.base

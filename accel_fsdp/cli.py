@@ -307,7 +307,7 @@ COMMANDS = {
         cleaned="OUT is as it was, or the whole new export",
     ),
     "checkpoints": Command(
-        "List a run's checkpoints with their losses; delete, compare, push or pull some.",
+        "List a run's checkpoints with their losses; delete some.",
         "accel_fsdp.checkpoints_command:CheckpointsCommand",
         "accel_fsdp.checkpoints_command:show",
         outcome="what is half moved or deleted doesn't look like a checkpoint",

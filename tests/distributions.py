@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-SHIPPED = ("train/", "accelerate_configs/", "docs/")
+SHIPPED = ("train/", "accelerate_configs/")
 """Folders that lie in `accel_fsdp/project/` of the wheel."""
 ADDED = {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
 LEFT_OUT = (".ci/", ".github/", ".git", ".pre-commit", "action.yml", "AGENTS.md", "CONTRIBUTING.md")
@@ -27,7 +27,6 @@ COMMANDS = (
     "plan --model llama-3.1-8b --gpus 8xH100-80GB --seq-len 4096",
     "init .",
     "script slurm -o job.sh fsdp.yaml train/sft.py",
-    "docs check",
 )
 """Of the README, in an empty folder: all work without torch."""
 
@@ -59,7 +58,7 @@ def sdist_files(sdist: Path) -> dict[str, bytes]:
 
 
 def check_wheel(wheel: Path) -> None:
-    """Raises Wrong unless it holds the package, what `init` and `docs` need, and nothing else."""
+    """Raises Wrong unless it holds the package, what `init` needs, and nothing else."""
     known = tracked()
     expected = {name: name for name in known if name.startswith("accel_fsdp/")}
     expected |= {f"accel_fsdp/project/{name}": name for name in known if name.startswith(SHIPPED)}

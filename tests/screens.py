@@ -5,9 +5,10 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pexpect
-import pyte
+import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/wizard.md"
@@ -44,6 +45,7 @@ def spawn(args: Sequence[str], columns: int, rows: int, folder: Path, **environm
 def draw(columns: int, rows: int, until: str, folder: Path, **environment: str) -> str:
     """The screen when the question `until` stands on it; those before are answered with Enter."""
     child = spawn(FLAGS, columns, rows, folder, **environment)
+    pyte = pytest.importorskip("pyte")
     screen = pyte.Screen(columns, rows)
     stream = pyte.Stream(screen)
     try:
@@ -56,7 +58,7 @@ def draw(columns: int, rows: int, until: str, folder: Path, **environment: str) 
     return "\n".join(line.rstrip() for line in screen.display).strip("\n")
 
 
-def _wait_for(question: str, child: pexpect.spawn, screen: pyte.Screen, stream: pyte.Stream) -> None:
+def _wait_for(question: str, child: pexpect.spawn, screen: Any, stream: Any) -> None:
     """Feeds what the program draws until the question is there and nothing more comes."""
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:

@@ -66,7 +66,7 @@ def test_a_secret_in_the_sdist_is_found(built: tuple[Path, Path], tmp_path: Path
         distributions.check_sdist(path)
 
 
-def test_the_wheel_carries_scripts_and_pages(built: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_wheel_carries_scripts_and_yamls(built: tuple[Path, Path], tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     installed = run([*pip, "install", "--no-deps", "--no-index", "--target", tmp_path / "site", built[0]])
     assert installed.code == 0, installed.output
@@ -75,5 +75,3 @@ def test_the_wheel_carries_scripts_and_pages(built: tuple[Path, Path], tmp_path:
     assert finished.code == 0, finished.output
     for name in ("train/sft.py", "train/native.py", "accelerate_configs/fsdp2.yaml", "accelerate_configs/schema.json"):
         assert (tmp_path / "project" / name).read_text() == (ROOT / name).read_text()
-    page = run([*words[:4], "docs", "check"], PYTHONPATH=str(tmp_path / "site"))
-    assert page.output == (ROOT / "docs" / "check.md").read_text()

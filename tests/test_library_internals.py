@@ -2,20 +2,15 @@
 
 import ast
 import contextlib
-import copy
-import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib import import_module, metadata
 from importlib.util import find_spec
-from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
 import pytest
-import upgrades
 from conftest import CHAT_DATA, ROOT, Finished, run, warm_python
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -51,7 +46,6 @@ for module in {modules}:
             print(internal.path)
 """
 OWN_AND_PYTHONS = {"accel_fsdp", *sys.stdlib_module_names}
-OPEN = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 RANK = {"ACCELERATE_USE_FSDP": "true", "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -75,31 +69,11 @@ def test_what_is_declared_is_there(declared: set[str]) -> None:
     assert {"ranks.cpu", "training.trainer", "prediction.tracing.cuda_emulation"} <= set(DECLARING)
 
 
-@dataclass(frozen=True)
-class Override:
-    """A method of ours over a library's: `signature` is ours, `owner` the library's class that has the method."""
-
-    name: str
-    signature: inspect.Signature
-    owner: type
-
-    def __str__(self) -> str:
-        return f"{self.owner.__module__}.{self.owner.__qualname__}.{self.name}"
-
-
-def test_each_override_is_declared_or_takes_what_the_library_passes(declared: set[str]) -> None:
-    all_overrides = list(overrides())
-    assert {"train", "_run_epoch", "on_log", "parse_args_into_dataclasses"} & {
-        finding.name for finding in all_overrides
-    }
-    assert {"torch", "transformers", "rich"} <= {
-        finding.owner.__module__.partition(".")[0] for finding in all_overrides
-    }
+def test_each_inner_method_that_is_overridden_is_declared(declared: set[str]) -> None:
     members = [parted(path) for path in declared]
-    for finding in all_overrides:
-        theirs = inspect.signature(method(finding.owner, finding.name))
-        stands = is_declared(finding.owner, finding.name, members) or takes(finding.signature, theirs)
-        assert stands, f"{finding}{theirs} is overridden by {finding.signature}"
+    found = [(module, name, owner) for module, node in classes() for name, owner in overridden(module, node)]
+    assert {"_run_epoch", "_save_checkpoint"} <= {name for _, name, _ in found}
+    assert [finding for finding in found if not is_declared(finding[2], finding[1], members)] == []
 
 
 def test_an_inner_method_that_super_has_is_declared(declared: set[str]) -> None:
@@ -184,84 +158,12 @@ def library_bases(module: str, node: ast.ClassDef) -> list[type]:
     return [base for base in real.__mro__[1:] if base.__module__.partition(".")[0] not in OWN_AND_PYTHONS]
 
 
-def overrides() -> Iterator[Override]:
-    """A constructor is none: nobody calls it but by the name of its class."""
-    for module, node in classes():
-        bases = library_bases(module, node)
-        for statement in node.body:
-            if isinstance(statement, ast.FunctionDef) and statement.name != "__init__":
-                owner = next((base for base in bases if statement.name in vars(base)), None)
-                if owner is not None and callable(method(owner, statement.name)):
-                    yield Override(statement.name, signature(statement), owner)
-
-
-def method(owner: type, name: str) -> Any:
-    member = vars(owner)[name]
-    return getattr(member, "__func__", member)
-
-
-def signature(node: ast.FunctionDef) -> inspect.Signature:
-    """With a default where there is one, whatever it is."""
-    bare = copy.deepcopy(node.args)
-    for child in ast.walk(bare):
-        if isinstance(child, ast.arg):
-            child.annotation = None
-    bare.defaults = [ast.Constant(None) for _ in bare.defaults]
-    bare.kw_defaults = [default and ast.Constant(None) for default in bare.kw_defaults]
-    function = ast.fix_missing_locations(ast.Expression(ast.Lambda(bare, ast.Constant(None))))
-    return inspect.signature(eval(compile(function, node.name, "eval")))
-
-
-def takes(ours: inspect.Signature, theirs: inspect.Signature) -> bool:
-    """Whether every call that fits `theirs` fits `uses_sft` too; what takes any arguments is made to be overridden."""
-    if any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in theirs.parameters.values()):
-        return True
-    star = any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in ours.parameters.values())
-    rest = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in ours.parameters.values())
-    places, wanted = positional(ours), positional(theirs)
-    for number, expected in enumerate(wanted):
-        if number >= len(places):
-            if not star or not (rest or expected.name in ours.parameters):
-                return False
-            continue
-        place = places[number]
-        if (number and place.name != expected.name) or (has_default(expected) and not has_default(place)):
-            return False
-    for parameter in theirs.parameters.values():
-        by_name = parameter.kind is Parameter.KEYWORD_ONLY and parameter.name in ours.parameters
-        if parameter.kind in (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD) and not (rest or by_name):
-            return False
-    needed = [
-        parameter for parameter in ours.parameters.values() if parameter.kind not in OPEN and not has_default(parameter)
-    ]
-    return all(name.name in theirs.parameters or name in places[: len(wanted)] for name in needed)
-
-
-def has_default(parameter: Parameter) -> bool:
-    return parameter.default is not Parameter.empty
-
-
-def positional(of: inspect.Signature) -> list[Parameter]:
-    return [parameter for parameter in of.parameters.values() if parameter.kind not in (*OPEN, Parameter.KEYWORD_ONLY)]
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "fits"),
-    [
-        (lambda self, a, b=1: None, lambda self, a: None, True),
-        (lambda self, a, b: None, lambda self, a: None, False),
-        (lambda self, b: None, lambda self, a: None, False),
-        (lambda self, a: None, lambda self, a, b=1: None, False),
-        (lambda self, a, **more: None, lambda self, a, b=1: None, False),
-        (lambda self, *args, **more: None, lambda self, a, b=1: None, True),
-        (lambda self, a: None, lambda self, a=1: None, False),
-        (lambda self, a: None, lambda self, a, **more: None, False),
-        (lambda self, a, *, c=1: None, lambda self, a, *, c: None, True),
-        (lambda self, x: None, lambda self, *inputs: None, True),
-    ],
-)
-def test_which_signatures_are_compatible(ours: Callable[..., None], theirs: Callable[..., None], fits: bool) -> None:
-    assert takes(inspect.signature(ours), inspect.signature(theirs)) is fits
+def overridden(module: str, node: ast.ClassDef) -> Iterator[tuple[str, type]]:
+    """The private methods of a library's classes that a class has anew, each with the library's class."""
+    bases = library_bases(module, node)
+    for statement in node.body:
+        if isinstance(statement, ast.FunctionDef) and re.match("_[^_]", statement.name):
+            yield from ((statement.name, base) for base in bases if statement.name in vars(base))
 
 
 def called_by_super(tree: ast.AST) -> set[str]:
@@ -425,50 +327,3 @@ def test_the_check_reads_signatures() -> None:
     for expected, fits in cases.items():
         internal = library_internals.Internal("accel_fsdp.errors:did_you_mean", expected)
         assert (library_internals.flaw(internal) == "") is fits
-
-
-OLD = {
-    "lib/__init__.py": "from .inner import Base, Kind, helper, gone, moved, same",
-    "lib/inner.py": """
-class Base:
-    def step(self, loss): ...
-class Kind(Base):
-    def __init__(self): self.state = self.lost = 1
-def helper(model, rows): return model
-def gone(): ...
-def moved(): ...
-def same(a): return a
-""",
-}
-NEW = {
-    "lib/__init__.py": "from lib.other import moved\nfrom .inner import Base, Kind, helper, same",
-    "lib/other.py": "def moved(): ...",
-    "lib/inner.py": """
-class Base:
-    def step(self, scale, loss): ...
-class Kind(Base):
-    def __init__(self): self.state = 2
-if True:
-    def helper(model, rows): return rows
-def same(a):
-    # a comment changes nothing
-    return a
-""",
-}
-
-
-@pytest.mark.parametrize(
-    ("path", "parameters", "message"),
-    [
-        ("lib:gone", None, "is gone"),
-        ("lib:Kind.step", "self loss", "now takes (self, scale, loss)"),
-        ("lib:Kind.state", None, ""),
-        ("lib:Kind.lost", None, "is gone"),
-        ("lib:helper", "model *", "has another body"),
-        ("lib:moved", None, ""),
-        ("lib:same", "a", ""),
-    ],
-)
-def test_a_new_version_is_compared_without_being_installed(path: str, parameters: str | None, message: str) -> None:
-    before, after = upgrades.Sources(OLD.get), upgrades.Sources(NEW.get)
-    assert upgrades.change(library_internals.Internal(path, parameters), before, after) == message

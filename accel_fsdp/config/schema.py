@@ -181,7 +181,7 @@ FSDP_FIELDS: tuple[Field, ...] = (
           {"TRANSFORMER_BASED_WRAP": "one unit per transformer layer",
            "SIZE_BASED_WRAP": "a unit per module above a size",
            "NO_WRAP": "one unit for the whole model; saves little memory"},
-          question="How are FSDP units made?"),
+          question="Which auto-wrap policy?"),
     _fsdp("fsdp_transformer_layer_cls_to_wrap", Kind.NAMES, None, FSDP | XLA, "Layer classes that become units under "
           "TRANSFORMER_BASED_WRAP, joined by commas without spaces. Absent: the model's _no_split_modules.",
           question="Which transformer layer class? (several: comma-separated)"),

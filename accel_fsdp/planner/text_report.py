@@ -138,8 +138,8 @@ class PlanReport:
         outside_size = gib_or_mib(self.plan.rows[0].device.outside, gib_from=GIB / 10)
         nccl = " and NCCL" if self.problem.job.layout.ranks > 1 else ""
         yield f"GiB: what a GPU needs at the peak of a step, with {outside_size} for CUDA{nccl}."
-        tight = "; tight: less, so that it may run out" if any(row.verdict == "tight" for row in self.plan.rows) else ""
-        yield f"yes: it fits with {self._spared()}{tight}."
+        tight = "; tight: with less, and may run out" if any(row.verdict == "tight" for row in self.plan.rows) else ""
+        yield f"yes: it fits with {self._margin()}{tight}."
         yield from self._failures(self.plan.rows)
 
     def _failures(self, rows: Iterable[Candidate]) -> Iterator[str]:
@@ -157,11 +157,11 @@ class PlanReport:
             fails = f"fails{combinations.UNLESS_SFT if is_fixed else ''}"
             yield f"{fails}: {', '.join(names)}. {why.removesuffix(combinations.UNLESS_SFT)}."
 
-    def _spared(self) -> str:
+    def _margin(self) -> str:
         """The margin in words."""
         if self.problem.gpu.has_expandable_segments:
-            return f"{capacity.MARGIN:.0%} to spare"
-        return f"{capacity.FRAGMENTED - 1:.0%} for gaps, as expandable segments may hang under ROCm"
+            return f"a margin of {capacity.MARGIN:.0%}"
+        return f"{capacity.FRAGMENTED - 1:.0%} for fragmentation, as expandable segments may hang under ROCm"
 
     def details(self) -> Iterator[str]:
         """What explains the recommendation: alternatives, needs, assumptions; a sentence or two per line."""

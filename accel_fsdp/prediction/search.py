@@ -187,7 +187,7 @@ def _burden(candidate: Candidate) -> tuple[bool, int, bool, int]:
 
 def _reason(problem: Problem, choice: Candidate, alone: bool) -> str:
     step = problem.step(choice.job)
-    contest = "It is the fastest that fits" if alone else "Nothing that fits is clearly faster"
+    contest = "It is the fastest layout that fits" if alone else "No other is faster by more than the error"
     return (
         f"{'It fits' if choice.layout.engine is Engine.NONE else contest}: "
         f"{gib_of(choice.device.allocated, problem.capacity_bytes)} at its peak, "

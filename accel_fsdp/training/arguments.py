@@ -262,7 +262,28 @@ def _check_adapter(model: ModelArguments) -> None:
             )
 
 
+COMMON = (
+    *("model_name_or_path", "dtype", "attn_implementation", "use_peft", "lora_r", "lora_alpha", "load_in_4bit"),
+    *("dataset_name", "dataset_train_split", "dataset_test_split", "max_length", "packing", "streaming", "output_dir"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "learning_rate"),
+    *("lr_scheduler_type", "warmup_steps", "optim", "gradient_checkpointing", "use_liger_kernel", "eval_strategy"),
+    *("save_steps", "save_total_limit", "resume_from_checkpoint", "logging_steps", "report_to"),
+)
+"""The flags that `--help` shows first: those that most runs have."""
+
+
 class _Parser(HfArgumentParser):  # type: ignore[misc]
+    def format_help(self) -> str:
+        """A line of usage, the flags that people use, all others."""
+        by_name = {action.dest: action for action in self._actions}
+        formatter = self._get_formatter()
+        formatter.add_usage("%(prog)s --model_name_or_path MODEL --dataset_name DATA [flags]", self._actions, [])
+        for title, names in (("flags that most runs have", COMMON), ("all others", by_name.keys() - {*COMMON})):
+            formatter.start_section(title)
+            formatter.add_arguments([by_name[name] for name in by_name if name in names])
+            formatter.end_section()
+        return str(formatter.format_help())
+
     def error(self, message: str) -> NoReturn:
         """Reports a parsing error alone: argparse would print 150 flags before it."""
         raise UsageError(message, why="the job can't start with these arguments", fix=SEE_HELP)

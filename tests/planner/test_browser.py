@@ -45,12 +45,12 @@ def test_the_answer_is_the_commands() -> None:
     ("given", "what"),
     [
         ({"model": "gpt2", "gpus": "2xA100", "seq_len": "9999"}, "--seq-len 9999 is longer than the 1024 positions"),
-        ({"model": "gpt2", "gpus": "2xA100", "seq_len": "many"}, "--seq-len takes a whole number, not many"),
+        ({"model": "gpt2", "gpus": "2xA100", "seq_len": "many"}, "--seq-len: many is not a whole number"),
         ({"model": "gpt2", "gpus": "2xA100", "seq_length": "9"}, "Did you mean --seq-len?"),
         ({"model": "gpt2", "gpus": "8xH10"}, "Did you mean H100?"),
-        ({"model": "gpt2", "gpus": "2xA100", "method": "dora"}, "--method takes one of full, lora, qlora, not dora"),
+        ({"model": "gpt2", "gpus": "2xA100", "method": "dora"}, "--method: dora is not one of full, lora, qlora"),
         ({"model": "gpt2"}, "--gpus is missing"),
-        ({"model": "gpt2", "gpus": "2xA100", "dtype": "--json"}, "--dtype takes one of float32, bfloat16, float16"),
+        ({"model": "gpt2", "gpus": "2xA100", "dtype": "--json"}, "is not one of float32, bfloat16, float16"),
     ],
     ids=lambda word: " ".join(word.values()) if isinstance(word, dict) else "",
 )

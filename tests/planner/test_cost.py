@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accel_fsdp as package
-from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.errors import UserError
 from accel_fsdp.job import from_arguments
 from accel_fsdp.planner import workload
 from accel_fsdp.prediction import RANGE
@@ -131,15 +131,6 @@ def test_nothing_fits_anywhere() -> None:
     assert (report["cheapest"], report["fastest"]) == ([], [])
     finished = here("plan", "--model", "llama-3.1-70b", "--compare", "1xT4")
     assert (finished.code, finished.output.splitlines()[-1]) == (1, "Nothing fits.")
-
-
-def test_from_python() -> None:
-    report = package.compare("gpt2", ["8xH100", "2xA100-40GB"], tokens="1B", price=None)
-    assert [machine.name for machine in report.machines] == ["8xH100", "2xA100-40GB"]
-    assert report.best == {"fastest": ["8xH100"], "cheapest": []}
-    assert package.plan("gpt2", "2xA100", tokens="1B", price=2).spent.money is not None  # type: ignore[union-attr]
-    with pytest.raises(UsageError, match="plan has no compare"):
-        package.plan("gpt2", "8xH100", compare="8xH100")
 
 
 def test_the_arguments_decide_the_job(job: Any) -> None:

@@ -94,7 +94,7 @@ REFUSED = [
     (JOB[0] + "--tokens 0", "is not a number of tokens"),
     (JOB[0] + "--tokens 2B --price nan", "--price nan"),
     (JOB[0] + "--price 1", "--price without --tokens"),
-    (JOB[0] + "--price 2,5", "--price takes a number, not 2,5"),
+    (JOB[0] + "--price 2,5", "--price: 2,5 is not a number"),
     (JOB[0] + "--compare 8xH200", "--gpus beside --compare"),
     (JOB[1] + "--compare 8xH100,8xH1000", "Did you mean H100?"),
     (JOB[1] + "--compare 8xH100,8xH100", "--compare has 8xH100 twice"),

@@ -253,7 +253,7 @@ def test_the_table_explains_itself() -> None:
     job = ("--model", LLAMA, "--gpus")
     tight = here("plan", *job, "8xA100-40GB", "--checkpointing", "full", "--batch", "7", "--details")
     assert any(" tight " in line for line in tight.output.splitlines())
-    assert "tight: less, so that it may run out" in tight.text
+    assert "tight: with less, and may run out" in tight.text
     text = shown(*job, "8xH100")
     for words in ("with 2.0 GiB for CUDA and NCCL", "tokens/s per GPU"):
         assert words in text
@@ -275,7 +275,7 @@ def test_the_verdict_is_that_of_what_is_needed_and_the_margin() -> None:
     """With longer and longer rows a job fits, then does so without the margin, then not."""
     job = ("--model", LLAMA, "--method", "lora", "--checkpointing", "full", "--batch", "8")
     seen = []
-    for length in range(1024, 8192, 64):
+    for length in range(1024, 8192, 256):
         content = planned(*job, "--seq-len", str(length), "--gpus", "1xA100-80GB")
         row, has = content["strategies"][0], content["gpu_memory_usable_bytes"]
         expected = "yes" if row["needed_bytes"] * 1.05 <= has else "tight" if row["needed_bytes"] <= has else "no"
@@ -295,7 +295,7 @@ def test_gpus_without_expandable_segments_keep_room_for_fragmentation(tmp_path: 
         assert (row["fits"] == "yes") == (row["peak_bytes"] * 1.2 <= room) or row["fits"] == "fails"
     here("plan", *flags, "-o", tmp_path / "fsdp.yaml")
     assert "PYTORCH_ALLOC_CONF" not in (tmp_path / "fsdp.yaml").read_text()
-    assert "20% for gaps, as expandable segments may hang under ROCm" in shown(*flags)
+    assert "20% for fragmentation, as expandable segments may hang under ROCm" in shown(*flags)
 
 
 def test_packed_rows_and_evaluations_take_memory(tmp_path: Path) -> None:
@@ -310,22 +310,15 @@ def test_packed_rows_and_evaluations_take_memory(tmp_path: Path) -> None:
         return {**row, "changes": report["changes"]}
 
     packed = "--per_device_train_batch_size 2 --packing"
-    masked, flash, alone = (
-        judged(f"{packed} {more}")["peak_bytes"]
-        for more in ("true", "true --attn_implementation flash_attention_2", "false")
+    masked, flash = (
+        judged(f"{packed} {more}")["peak_bytes"] for more in ("true", "true --attn_implementation flash_attention_2")
     )
     assert masked - flash >= 32 * 2 * 4096 * 4096 * 2  # sdpa keeps the mask as floats for backward, once per layer
-    assert flash == alone
-
     steps = "--per_device_train_batch_size 1 --gradient_checkpointing true"
     # an evaluation's forward saves nothing, but has all logits; Trainer evaluates 8 rows unless it is told otherwise
-    trained, evaluated, small = (
-        judged(f"{steps} --max_steps 10 {more}")
-        for more in ("", "--eval_strategy steps", "--eval_strategy steps --per_device_eval_batch_size 1")
-    )
+    evaluated = judged(f"{steps} --max_steps 10 --eval_strategy steps")
     assert evaluated["peak_phase"] == "evaluation"
     assert evaluated["peak_bytes"] - evaluated["steady_bytes"] > 8 * 8 * 4096 * 128256
-    assert small["peak_bytes"] == trained["peak_bytes"] > small["phases"]["evaluation"] > small["steady_bytes"]
     steps += " --packing true --eval_strategy steps"
     refused = judged(f"{steps} --per_device_eval_batch_size 64")
     assert refused["fits"] == "no"

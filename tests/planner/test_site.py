@@ -20,8 +20,8 @@ from conftest import ROOT, Called, here
 
 if lacking := [name for name in ("chromium", "chromedriver", "npm", "node") if not shutil.which(name)]:
     pytest.skip(f"the page needs {', '.join(lacking)}", allow_module_level=True)
-if not find_spec("material"):
-    pytest.skip("the pages beside it need mkdocs-material", allow_module_level=True)
+if lacking := [name for name in ("material", "selenium") if not find_spec(name)]:
+    pytest.skip(f"the page needs {', '.join(lacking)}", allow_module_level=True)
 
 import chromium
 from selenium.webdriver import Chrome

@@ -110,3 +110,15 @@ def test_what_has_not_been_shown_on_shards_is_refused_there(
     refused = sft(*words(tmp_path, tmp_path, tmp_path / "run", "--use_peft", "--lora_modules_to_save", "lm_head"))
     assert refused.code == 1
     assert "--lora_modules_to_save under FSDP2" in refused.output
+
+
+def test_help_begins_with_the_flags_that_most_runs_have(sft: Sft, capfd: pytest.CaptureFixture[str]) -> None:
+    """And has each flag once."""
+    with pytest.raises(SystemExit):
+        sft("--help")
+    output = capfd.readouterr().out
+    first, rest = output.split("all others:")
+    assert "--learning_rate" in first
+    assert "--adam_beta1" in rest
+    flags = re.findall(r"^  (?:-h, )?(--\w+)", output, re.MULTILINE)
+    assert len(flags) == len(set(flags)) > 100

@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyte
 import pytest
 import screens
 import yaml
@@ -186,6 +185,7 @@ class Review:
         words = [word for name, value in LLAMA.items() for word in (f"--{name}", value)]
         words += ["--seq-len", "2048", "--batch", "1"]
         self.child = screens.spawn(["--from", str(path), *words], 150, 60, ROOT)
+        pyte = pytest.importorskip("pyte")
         self.screen = pyte.Screen(150, 60)
         self.stream = pyte.Stream(self.screen)
         before = self.settled("")

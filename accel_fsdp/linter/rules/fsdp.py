@@ -255,7 +255,7 @@ ROWS = (
     Row(
         "AF317", "warning", f"{SECTION}.fsdp_use_orig_params",
         "weight decay will hit norms and biases, and units with frozen parts fail",
-        "Trainer groups parameters by name after they were flattened, and one flat parameter is trained or isn't",
+        "FSDP1 flattens a unit to one parameter: Trainer groups it by a new name, and it is trained whole or frozen",
         "fsdp_use_orig_params: true", lambda s: s.engine is Engine.FSDP1 and not s.on("fsdp_use_orig_params"),
         (Edit(SECTION, "fsdp_use_orig_params", True),), seen="P29 P30 ranks pytorch#101343",
     ),

@@ -267,7 +267,7 @@ ROWS = (
         "{key}: NAME, or remove it, and the model decides", lambda s: _names(s, empty=True), seen="plugin",
     ),
     Row(
-        "AF206", "error", "{path}", "{key} is not one text of names joined by commas",
+        "AF206", "error", "{path}", "{key} is not a comma-separated list of class names",
         "Accelerate would look for a class with brackets, spaces, dots or odd letters in its name", "{key}: {names}",
         lambda s: _names(s, empty=False), seen="P65 accelerate#3748",
     ),
