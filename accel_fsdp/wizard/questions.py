@@ -153,7 +153,7 @@ QUESTIONS: tuple[Question, ...] = (
     ),
     Question(
         "seq_len",
-        "How many tokens has a sequence?",
+        "How many tokens per sequence?",
         defaults.seq_len,
         helps=lambda context: recommended.problem_of(context) is not None,
         check=notes.check_length,
