@@ -1,4 +1,3 @@
-from .api import Migrated as Migrated
 from .api import check as check
 from .api import compare as compare
 from .api import export as export

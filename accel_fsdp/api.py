@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,20 +19,11 @@ if TYPE_CHECKING:
     from accel_fsdp.exporter import ExportReport
     from accel_fsdp.linter.rules import Finding
     from accel_fsdp.planner import Comparison, PlanReport
-    from accel_fsdp.wizard import Answers, Change
+    from accel_fsdp.wizard import Answers, Migration
 
 File = str | os.PathLike[str]
 WRITING = frozenset({"output", "html", "json", "force"})
 """Flags of `plan` about what the command writes or prints, which the functions return."""
-
-
-@dataclass(frozen=True)
-class Migrated:
-    """A YAML for another engine, and the change of each key. `lost` are the changes whose meaning can't be kept."""
-
-    text: str
-    changes: tuple[Change, ...]
-    lost: tuple[Change, ...]
 
 
 def _parsed(command: str, declared: type, *words: File, **flags: Any) -> Any:
@@ -90,8 +80,8 @@ def _refuse_writing(flags: Mapping[str, Any]) -> None:
         raise UsageError(f"{unused[0]} has no effect", why="the function writes nothing", fix="use what it returns")
 
 
-def migrate(path: File, to: MigrationTarget, *, layer_class: str = "") -> Migrated:
-    """The output of `accel-fsdp migrate --dry-run`, with the change of each key; the file is not changed.
+def migrate(path: File, to: MigrationTarget, *, layer_class: str = "") -> Migration:
+    """The `text` of `accel-fsdp migrate --dry-run`, with the `changes` of keys and those `lost`; writes nothing.
 
     Raises:
         UserError: the file can't be read, or its engine can't be migrated.
@@ -99,8 +89,7 @@ def migrate(path: File, to: MigrationTarget, *, layer_class: str = "") -> Migrat
     from accel_fsdp import wizard
 
     options = _parsed("migrate", wizard.MigrateCommand, path, to=to, layer_class=layer_class)
-    migration = wizard.migrated(options.file, options.to, options.layer_class)
-    return Migrated(migration.text, migration.changes, migration.broken)
+    return wizard.migrated(options.file, options.to, options.layer_class)
 
 
 def export(

@@ -24,6 +24,7 @@ from accel_fsdp.config import (
     WrapPolicy,
     zero_name,
 )
+from accel_fsdp.hardware import machines
 from accel_fsdp.units import listed
 from accel_fsdp.wizard import defaults, notes, recommended, validation
 from accel_fsdp.wizard.answers import Answers
@@ -149,6 +150,7 @@ QUESTIONS: tuple[Question, ...] = (
         defaults.num_machines,
         section="",
         check=validation.check_machines,
+        asked=lambda context: machines.parse(context["gpus"])[1] == 1,
         alias="--nodes",
     ),
     Question(

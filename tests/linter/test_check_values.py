@@ -445,31 +445,6 @@ def test_a_section_of_something_else_is_not_renamed(key: str, kind: str, tmp_pat
     assert "AF314" not in codes_of(subject(text))
 
 
-@pytest.mark.parametrize(
-    ("written", "left", "message"),
-    [
-        ("3", "'3'", ""),
-        ("[3, 4]", "3,4", ""),
-        ("1:2", "1:2", "gpu_ids: 1:2 is not text"),
-        ("0_1", "0_1", "gpu_ids: 0_1 is not text"),
-        ("010", "010", "gpu_ids: 010 is not text"),
-        ("0x1", "0x1", "gpu_ids: 0x1 is not text"),
-        ("[1:2, 3]", "[1:2, 3]", "gpu_ids: 1:2,3 is not text"),
-        ("true", "true", "gpu_ids: true is not text"),
-        ("1.5", "1.5", "gpu_ids: 1.5 is not text"),
-    ],
-)
-def test_gpu_ids_are_repaired_where_yaml_reads_what_was_typed(
-    written: str, left: str, message: str, tmp_path: Path
-) -> None:
-    """YAML 1.1 has numbers in base 60 and 8, and underscores in them."""
-    path = tmp_path / "config.yaml"
-    path.write_text(V2.replace("num_processes: 2", "num_processes: 1") + f"gpu_ids: {written}\n")
-    findings = [finding for finding in linter.lint(path, linter.LintOptions(fix=True)) if "gpu_ids" in finding.what]
-    assert path.read_text().endswith(f"\ngpu_ids: {left}\n")
-    assert [(finding.code, finding.what) for finding in findings] == ([("AF207", message)] if message else [])
-
-
 @pytest.mark.parametrize("version", ["", "  fsdp_version:\n"])
 @pytest.mark.parametrize("value", ["false", "true", "'false'"])
 def test_a_choice_between_versions_is_left_to_the_user(value: str, version: str, tmp_path: Path) -> None:
