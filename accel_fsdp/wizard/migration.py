@@ -8,15 +8,7 @@ from typing import Annotated, Any
 
 from accel_fsdp import atomic_files, console
 from accel_fsdp.command_line import arg, positional
-from accel_fsdp.config import (
-    EXPERT_FLAG,
-    TARGETS,
-    MigrationTarget,
-    header,
-    read_config,
-    unreadable,
-    yaml_file,
-)
+from accel_fsdp.config import EXPERT_FLAG, TARGETS, MigrationTarget, header, read_config, unreadable, yaml_file
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.wizard import convert, reading
 from accel_fsdp.wizard.convert import Change
