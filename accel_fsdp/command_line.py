@@ -115,9 +115,9 @@ def _declared(declared: type) -> Iterator[Flag]:
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
+    def error(self, message: str, fix: str = "") -> NoReturn:
         text = message.removeprefix("argument ")
-        raise UsageError(text, why="nothing was done", fix=f"{self.prog} --help shows what it takes")
+        raise UsageError(text, why="nothing was done", fix=fix or f"{self.prog} --help shows what it takes")
 
     def print_help(self, file: Any = None) -> None:
         """Writes the help; argparse's own method ignores a full disk."""
@@ -140,7 +140,9 @@ def parse(command: str, declared: type, words: Sequence[str], summary: str = "")
     if unknown := [text for text in unknown if text != "--"]:
         names = [text.partition("=")[0] for text in unknown if is_flag(text)]
         problems = [f"{name} is not a flag of {command}.{did_you_mean(name, flags_of(declared))}" for name in names]
-        parser.error(" ".join(problems) or f"{command} does not take the word {unknown[0]}")
+        is_script = unknown[0].endswith(".py") and "--script" in flags_of(declared)
+        text = " ".join(problems) or f"{command} does not take the word {unknown[0]}"
+        parser.error(text, f"--script {unknown[0]}" if is_script else "")
     several = {name: tuple(value) for name, value in vars(values).items() if isinstance(value, list)}
     return declared(**{**vars(values), **several})
 

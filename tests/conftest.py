@@ -28,7 +28,6 @@ import psutil
 import pytest
 import warm
 
-pytest_plugins = ["accel_fsdp.testing"]  # as users' conftest.py has it
 ROOT = Path(__file__).parent.parent
 SFT = ROOT / "train" / "sft.py"
 PROBE = ROOT / "tests" / "probe.py"

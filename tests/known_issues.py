@@ -1,7 +1,7 @@
 """Known bugs of FSDP in Accelerate, Transformers, TRL and PEFT: one row each, by a stable id.
 
 Pure data. Rules name the rows they detect (`rule(..., pains=...)`); `UNSEEN` lists what no rule detects, and why. A
-row may be in both, if rules detect a part. docs/coverage.md is made of the two.
+row may be in both, if rules detect a part. The site's coverage.md is made of the two.
 """
 
 from collections.abc import Mapping

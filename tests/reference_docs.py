@@ -1,4 +1,4 @@
-"""Pages and schema made from the tables: `make docs` writes them, `test_docs.py` compares."""
+"""Schema, YAMLs and a figure made from the tables, which `make docs` writes, and pages that the site makes."""
 
 import json
 import re
@@ -92,8 +92,8 @@ def rules_page() -> str:
     lines = [
         "# Rules of `accel-fsdp check`",
         "",
-        "Made by `make docs` from the table of rules. Words in capitals are those of a file. A rule names what shows",
-        "its fault: a public issue, or the library that a test runs (launcher, plugin: Accelerate's; ranks: real).",
+        "Words in capitals are those of a file. A rule names what shows its fault: a public issue, or the library that",
+        "a test runs (launcher, plugin: Accelerate's; ranks: real).",
         "",
     ]
     for rule in linter.all_rules():
@@ -117,12 +117,7 @@ def _linked(seen: str) -> str:
 
 
 def keys_page() -> str:
-    lines = [
-        "# Keys of an Accelerate YAML",
-        "",
-        "Made by `make docs` from the table in `schema.py`.",
-        "",
-    ]
+    lines = ["# Keys of an Accelerate YAML", ""]
     for section in dict.fromkeys(section for section, _ in BY_NAME):
         lines += [f"## {section or 'Top level'}", "", "| key | takes | if absent | read by | what it does |"]
         lines += ["|---|---|---|---|---|"]
@@ -202,7 +197,6 @@ def coverage_page() -> str:
     lines = [
         "# What goes wrong, and which rule sees it",
         "",
-        "Made by `make docs` from `known_issues.py` and the rules. "
         f"{sum(map(bool, seen.values()))} of {len(PAINS)} are seen, some only with `--model`, `--args` or `--script`; "
         "[rules.md](rules.md) says which.",
         "",
@@ -233,13 +227,15 @@ def plan_figures() -> dict[str, str]:
     }
 
 
+def site_pages() -> dict[str, str]:
+    """The pages of the site that are made from the tables, which no folder of the repository holds."""
+    return {"rules.md": rules_page(), "keys.md": keys_page(), "coverage.md": coverage_page()}
+
+
 def pages() -> dict[str, str]:
     return {
         "accelerate_configs/schema.json": json.dumps(schema(), indent=2) + "\n",
-        "docs/rules.md": rules_page(),
-        "docs/keys.md": keys_page(),
         **{f"accelerate_configs/{name}": text for name, text in shipped().items()},
-        "docs/coverage.md": coverage_page(),
         **plan_figures(),
     }
 

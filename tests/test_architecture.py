@@ -30,7 +30,7 @@ FLOORS = [  # a room imports rooms of lower floors, which are the lines above it
     {"launch", "wizard"},
     {"planner", "training"},
     {"rehearsal"},
-    {"commands", "testing"},
+    {"commands"},
 ]
 INSIDE = [  # of a room with rooms inside, these import those of the lines above
     {"models", "prediction.memory", "linter.rules", "training.data"},

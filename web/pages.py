@@ -1,14 +1,15 @@
 """Builds the pages of docs/ as a site beside the planner.
 
 MkDocs with the theme Material makes it, and refuses a link or an anchor that leads nowhere. The pages are copied first:
-what they link to outside of docs/ comes along, and links are changed to it. GitHub shows the
-originals.
+what they link to outside of docs/ comes along, and links are changed to it. GitHub shows the originals. The pages of
+rules, keys and known problems are made here, from the tables in the code.
 """
 
 import logging
 import os
 import re
 import shutil
+import sys
 import tempfile
 from pathlib import Path, PurePosixPath
 
@@ -17,6 +18,7 @@ from mkdocs.config import load_config
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
+sys.path.append(str(ROOT / "tests"))  # reference_docs
 FIRST = "README.md"
 LAST = ("benchmarks/RESULTS.md", "CONTRIBUTING.md", "CHANGELOG.md")
 """Pages outside of docs/, before and after those of docs/index.md."""
@@ -34,11 +36,15 @@ def build_pages(folder: Path) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")  # what MkDocs refuses
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     pages = [FIRST, "docs/index.md", *dict.fromkeys(f"docs/{name}" for name in LINK.findall(index)), *LAST]
+    from reference_docs import site_pages
+
     with tempfile.TemporaryDirectory() as place:
         copies = Path(place)
+        for name, text in (made := site_pages()).items():
+            (copies / name).write_text(text, encoding="utf-8")
         for path in {*pages, *(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").iterdir())}:
             _copy(path, copies)
-        navigation = [{"Overview": _place(FIRST)}, *map(_place, pages[1:])]
+        navigation = [{"Overview": _place(FIRST)}, *map(_place, pages[1:]), *made]
         config = load_config(str(HERE / "mkdocs.yml"), docs_dir=place, site_dir=str(folder.resolve()), nav=navigation)
         build(config)
     for name in NEEDLESS:

@@ -188,7 +188,7 @@ FSDP_FIELDS: tuple[Field, ...] = (
     _fsdp("fsdp_min_num_params", Kind.INT, 100_000_000, ONLY1, "Parameters from which on a module becomes a unit under "
           "SIZE_BASED_WRAP.", question="From how many parameters on does a module become a unit?"),
     _fsdp("fsdp_offload_params", Kind.BOOL, False, FSDP, "Keeps parameters, gradients and optimizer state in host "
-          "memory: 16 bytes per parameter less on the GPUs together, steps several times slower.",
+          "memory: 16 bytes per parameter less on the GPUs together; the optimizer steps on the CPU.",
           question="Keep weights, gradients and optimizer state in host memory (CPU offload)?"),
     _fsdp("fsdp_state_dict_type", Kind.CHOICE, None, FSDP, "How checkpoints are written. Absent: FULL under FSDP1, "
           "SHARDED under FSDP2.",

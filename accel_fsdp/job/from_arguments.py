@@ -26,8 +26,13 @@ WHOLE: Mapping[str, int] = {
     "max_steps": -1,
 }
 """Integer arguments and their minimum."""
-SLIP = 0.94
-"""The similarity of two names that differ by one letter."""
+DECISIVE = (
+    *("model_name_or_path", "dataset_name", "use_peft", "lora_alpha", "lora_dropout", "dtype", "optim"),
+    *("learning_rate", "num_train_epochs", "gradient_checkpointing", "packing", "use_liger_kernel", "eval_strategy"),
+)
+"""Other arguments that decide a job."""
+SLIP = 0.88
+"""The similarity of two names that differ by a letter or two that are exchanged."""
 LORA_DROPOUT, EVAL_BATCH = 0.05, 8
 """Other defaults of `train/sft.py` and Trainer."""
 
@@ -51,13 +56,20 @@ def refuse_unreadable(arguments: Mapping[str, Any]) -> None:
                 why=f"it must be a whole number, {minimum} or more",
                 fix=f"--{name} {max(minimum, 1)}",
             )
-    for name in sorted(arguments.keys() - WHOLE.keys()):
-        if near := get_close_matches(name, WHOLE, 1, SLIP):
-            raise UsageError(
-                f"{name} is unknown. Did you mean {near[0]}?",
-                why="the prediction would use the default",
-                fix=f"--{near[0]} in the arguments; accel-fsdp check FILE --args FILE looks at all of them",
-            )
+    for name, near in misspelt(arguments):
+        raise UsageError(
+            f"{name} is unknown. Did you mean {near}?",
+            why="the prediction would use the default",
+            fix=f"--{near} in the arguments; accel-fsdp check FILE --args FILE looks at all of them",
+        )
+
+
+def misspelt(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The names that are nearly those of arguments that decide a job, with those."""
+    known = (*WHOLE, *DECISIVE)
+    for name in sorted(arguments.keys() - {*known}):
+        for near in get_close_matches(name, known, 1, SLIP):
+            yield name, near
 
 
 def positive_int(value: object) -> int:

@@ -33,7 +33,7 @@ class Machine:
         if self.choice is None:
             return {"machine": self.name, "fits": "no"}
         row = {"machine": self.name, "fits": self.choice.verdict, "strategy": self.choice.layout.name}
-        row["GiB"] = number_in_figure(self.choice.device.allocated / GIB)
+        row["GiB"] = number_in_figure(self.choice.device.needed / GIB)
         row["tokens/s"] = f"{self.tokens_per_s:,.0f}"
         if self.spent:
             row["hours"] = cost_report.span(self.spent.hours)

@@ -5,7 +5,10 @@ from typing import Any
 from accel_fsdp.prediction import cost
 from accel_fsdp.units import counted, two_digits
 
-FULL_ROWS = "Rows are packed or as long as they may be: shorter ones take as many steps, and train on fewer tokens."
+FULL_ROWS = (
+    "Rows are packed or as long as they may be: shorter ones take as many steps, and train on fewer tokens. "
+    "Loading, preparing data, saving and exporting come on top."
+)
 UNKNOWN = "The number of steps is unknown: give --tokens, or max_steps in the arguments."
 
 
@@ -14,7 +17,7 @@ def sentence(spent: cost.Cost) -> str:
     if spent.money is not None:
         amounts.append(f"at {spent.price:,.10g} each they cost {span(spent.money)}")
     steps = f"{counted(spent.steps, 'step')} of {spent.tokens // spent.steps:,} tokens"
-    return f"All of it takes {steps}: {'; '.join(amounts)}. Loading, preparing data, saving and exporting come on top."
+    return f"All of it takes {steps}: {'; '.join(amounts)}."
 
 
 def hours(amount: cost.Range) -> str:

@@ -211,7 +211,8 @@ class PlanReport:
         if given.refused:
             return f"It doesn't fit: {given.refused}."
         where = f"; memory runs out in the {given.device.runs_out}" if given.device.runs_out else ""
-        return f"It doesn't fit: it {given.words}{where}."
+        lead = "It may run out of memory" if given.verdict == "tight" else "It doesn't fit"
+        return f"{lead}: it {given.words}{where}."
 
     def _what_would_fit(self) -> str:
         changes = self._in_words(self._changes())
@@ -344,7 +345,7 @@ class PlanReport:
 
 
 def _settings_and_memory(candidate: Candidate) -> str:
-    recipe, size = candidate.recipe, gib_or_mib(candidate.device.allocated)
+    recipe, size = candidate.recipe, gib_or_mib(candidate.device.needed)
     return f"{rows_in(recipe)}, {checkpointing_in(recipe)}, {size}"
 
 

@@ -129,7 +129,9 @@ def host(shape: ModelShape, job: Job, ram_efficient: bool = True) -> Host:
     also has copies of the weights. An adapter is exported as it was trained.
     """
     recipe, layout = job.recipe, job.layout
-    loads_once = ram_efficient and recipe.method != "qlora"  # 4-bit weights are quantised on every rank
+    # FSDP2 can't fill stored buffers from rank 0, and 4-bit weights are quantised on every rank
+    fills = layout.engine is not Engine.FSDP2 or not shape.stored_buffers
+    loads_once = ram_efficient and fills and recipe.method != "qlora"
     loads_once = loads_once or layout.is_by_transformers  # transformers reads only each rank's part
     loaders = 1 if layout.is_fsdp and loads_once else layout.ranks_per_node
     master = shards.master_bytes(recipe, layout)

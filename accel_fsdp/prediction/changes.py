@@ -9,7 +9,7 @@ from accel_fsdp.config import Engine, Method
 from accel_fsdp.errors import UserError
 from accel_fsdp.job import Job, Recipe, recompute_by
 from accel_fsdp.prediction.problem import Problem
-from accel_fsdp.prediction.search import largest
+from accel_fsdp.prediction.search import largest, variants
 from accel_fsdp.units import GIB, about_gib, counted
 
 MOST_DOUBLINGS = 10
@@ -130,13 +130,10 @@ def fits(problem: Problem, job: Job) -> bool:
 
 
 def _fitting(problem: Problem, change: Change) -> Change | None:
-    """The change if its job fits. A search tries offload itself: there also with it."""
-    job = change.job
-    if fits(problem, job):
-        return change
-    offloaded = job.with_layout(offload=True)
-    may_offload = not problem.is_written and job.layout.is_fsdp and not job.layout.offload
-    return replace(change, job=offloaded) if may_offload and fits(problem, offloaded) else None
+    """The change if its job fits. A search tries checkpointing and offload itself: there also with them."""
+    tried = sorted(variants([change.job]), key=lambda job: job.layout.offload)
+    jobs = [change.job] if problem.is_written else tried
+    return next((replace(change, job=job) for job in jobs if fits(problem, job)), None)
 
 
 def remedies(problem: Problem, job: Job) -> list[Change]:

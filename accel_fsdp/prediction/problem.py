@@ -95,7 +95,7 @@ class Problem:
     def host_need(self, needed: int) -> str:
         """A need of host memory in words, with the available memory if that is less."""
         need, host = distinguishable(about_gib, needed, self.host_bytes)
-        note = f", where {host} {'are' if self.host_gib else 'are usual'}" if needed > self.host_bytes else ""
+        note = f", which {'has' if self.host_gib else 'usually has'} {host}" if needed > self.host_bytes else ""
         return f"{need} of memory on each machine{note}"
 
     @property

@@ -83,7 +83,7 @@ def best(
 
 def least(problem: Problem, jobs: Iterable[Job], agrees: Callable[[Job], bool]) -> Candidate | None:
     """Of the candidates that agree, in these layouts and with the fewest rows, the one that needs least."""
-    few = [variant.with_recipe(rows=variant.recipe.rows if problem.fixed_rows else 1) for variant in _variants(jobs)]
+    few = [variant.with_recipe(rows=variant.recipe.rows if problem.fixed_rows else 1) for variant in variants(jobs)]
     candidates = [problem.evaluate(variant) for variant in few if agrees(variant)]
     return min(candidates, key=lambda tried: (bool(tried.refused), tried.device.needed), default=None)
 
@@ -128,7 +128,7 @@ def _search(
     Offload is tried only if nothing fits without it.
     """
     done: tuple[Layout, str] | None = None
-    for variant in _variants(jobs):
+    for variant in variants(jobs):
         place = replace(variant.layout, offload=False), variant.recipe.checkpointing
         if place == done or not agrees(variant):
             continue
@@ -137,7 +137,7 @@ def _search(
             yield candidate
 
 
-def _variants(jobs: Iterable[Job]) -> Iterator[Job]:
+def variants(jobs: Iterable[Job]) -> Iterator[Job]:
     """Each job as it is and with checkpointing, each of them without offload and with it."""
     for job in jobs:
         for kind in dict.fromkeys((job.recipe.checkpointing, "full")):
@@ -190,6 +190,6 @@ def _reason(problem: Problem, choice: Candidate, alone: bool) -> str:
     contest = "It is the fastest layout that fits" if alone else "No other is faster by more than the error"
     return (
         f"{'It fits' if choice.layout.engine is Engine.NONE else contest}: "
-        f"{gib_of(choice.device.allocated, problem.capacity_bytes)} at its peak, "
+        f"{gib_of(choice.device.needed, problem.capacity_bytes)} at its peak, "
         f"about {step.tokens_per_s_per_gpu:,.0f} tokens/s per GPU, bound by {step.bound}."
     )

@@ -46,7 +46,8 @@ def shipped(name: str) -> tuple[str, ...]:
 def _bundled(name: str) -> TraceRecord:
     text = files("accel_fsdp.prediction").joinpath(FOLDER).joinpath(file_name(name)).read_text(encoding="utf-8")
     facts = catalogue.entries()[name]["facts"]
-    return from_text(text, Divisible.of({"tensor_plan": False, "expert_plan": False, **facts}))
+    shape, tapes = from_text(text, Divisible.of({"tensor_plan": False, "expert_plan": False, **facts}))
+    return replace(shape, stored_buffers=facts.get("persistent_buffers", 0)), tapes
 
 
 def first_alike(name: str) -> str:

@@ -102,4 +102,5 @@ def verdict(config: JobConfig, arguments: Mapping[str, Any], read_shape: ReadSha
     (row,) = plan.rows
     why = row.refused or f"it needs {gib_of(row.device.needed, row.device.capacity)} on each {problem.gpu.name}"
     nearest = next(iter(remedies(problem, problem.job)), None)
-    return f"predicted not to fit: {why}" + (f"; what would fit: {nearest.words}" if nearest else "")
+    lead = "predicted to fit without the margin" if row.verdict == "tight" else "predicted not to fit"
+    return f"{lead}: {why}" + (f"; what would fit: {nearest.words}" if nearest else "")

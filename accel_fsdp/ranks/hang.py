@@ -81,17 +81,13 @@ def _content(location: Location) -> dict[str, str]:
     return {"stack": location.stack, "collective": location.collective, "line": location.line}
 
 
-def location_of(thread: int, caller: str = "") -> Location | None:
-    """The location of a thread of this process; None if it has ended.
-
-    The stack begins below the last frame of `caller`.
-    """
+def location_of(thread: int) -> Location | None:
+    """The location of a thread of this process; None if it has ended."""
     stack = waiting.stack_of(thread)
     if not stack:
         return None
-    end = next((number for number, at in enumerate(stack) if at.code.co_filename == caller), len(stack))
     line = script.line_of([(at.code.co_filename, at.line) for at in reversed(stack)])
-    shown = [at for at in stack[:end] if not script.is_of_watch(at.code.co_filename)]
+    shown = [at for at in stack if not script.is_of_watch(at.code.co_filename)]
     return Location(line, _collective(stack), waiting.text_of(shown))
 
 

@@ -3,9 +3,6 @@ from . import rows as rows
 from . import scaled as scaled
 from .command import rehearse as rehearse
 from .flags import RehearseCommand as RehearseCommand
-from .job import Hang as Hang
-from .job import environments as environments
-from .job import places as places
 from .on_cpu import measured as measured
 from .rows import Rows as Rows
 from .rows import cut as cut

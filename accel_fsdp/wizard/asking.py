@@ -76,5 +76,5 @@ def _at_prompt(error: UserError, question: Question) -> str:
     """The error for a prompt: `--num-machines 2` becomes `num machines 2`, and the question's own flag is removed."""
     fix = error.fix
     if fix.startswith(f"{question.flag} "):
-        fix = f"type {fix.replace(f'{question.flag} ', '')}"
+        fix = f"type {fix.replace(f'{question.flag} ', '').replace('ID_OR_FOLDER', 'a hub id or a folder')}"
     return str(UserError(in_words(error.what), why=in_words(error.why), fix=in_words(fix)))

@@ -87,12 +87,12 @@ def check_model(context: Context, value: Any) -> str:
     """Refuses an empty name, and one that can't be in a line of YAML; a short name becomes the catalogue's hub id."""
     name = str(value).strip()
     if not name:
-        raise UsageError("--model is missing", why="the layer class is read from it", fix="--model HUB_ID_OR_FOLDER")
+        raise UsageError("--model is missing", why="the layer class is read from it", fix="--model ID_OR_FOLDER")
     if name.startswith("-") or re.search(rf"{UNPRINTABLE.pattern}|[\n\t]", name) or len(name) > LONGEST_PATH:
         raise UsageError(
             f"--model {name[:LONGEST_SHOWN]} is neither a hub id nor a folder",
             why="neither of them begins with a dash, has control characters or is that long",
-            fix="--model HUB_ID_OR_FOLDER",
+            fix="--model ID_OR_FOLDER",
         )
     return catalogue.hub_id(name)
 

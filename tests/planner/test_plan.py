@@ -320,3 +320,26 @@ def test_a_checkpoint_takes_the_same_from_any_number_of_gpus() -> None:
 def test_the_default_length_is_the_model_s_where_it_has_fewer_positions() -> None:
     assert planned("--model", "gpt2", "--gpus", "8xH100")["sequence_length"] == 1024
     assert planned("--model", "llama-3.1-8b", "--gpus", "8xH100")["sequence_length"] == 2048
+
+
+def test_stored_buffers_are_loaded_by_every_rank_under_fsdp2(tmp_path: Path) -> None:
+    """FSDP2 can't fill them from rank 0, so the YAML turns that off: plan and YAML count the same memory."""
+    machine = ("--model", "deepseek-ai/DeepSeek-V3", "--gpus", "16x8xH200", "--method", "lora", "--seq-len", "4096")
+    yaml = tmp_path / "fsdp.yaml"
+    here("config", "--yes", "-o", yaml, *machine, "--fsdp-version", "2")
+    assert "fsdp_cpu_ram_efficient_loading: false" in yaml.read_text()
+    assert "Loading takes" in here("plan", "--config", yaml).text
+    assert planned(*machine)["choice"] is None
+
+
+def test_fewer_than_the_margin_is_no_misfit(tmp_path: Path) -> None:
+    yaml = tmp_path / "fsdp.yaml"
+    job = ("--model", "llama-3.1-8b", "--gpus", "2xH100", "--batch", "2", "--activation-checkpointing", "false")
+    here("config", "--yes", "-o", yaml, *job, "--cpu-offload", "false")
+    assert "It may run out of memory: it needs 77.6 of 79.1 GiB" in here("plan", "--config", yaml).text
+    assert "predicted to fit without the margin" in here("check", yaml).text
+
+
+def test_a_fused_loss_is_offered_with_the_checkpointing_that_a_search_tries() -> None:
+    job = ("--model", "llama-3.1-8b", "--gpus", "8xH100", "--batch", "24", "--seq-len", "2048")
+    assert planned(*job)["changes"][0].startswith("--use_liger_kernel true")

@@ -312,3 +312,16 @@ def test_what_cannot_be_rehearsed_is_said() -> None:
         scaled.scale(job(fsdp_config={}), processes=1)
     with pytest.raises(UsageError, match="--processes 3"):
         scaled.scale(job(fsdp_config={"fsdp_sharding_strategy": "HYBRID_SHARD"}), processes=3)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_whoever_was_forked_meanwhile_does_not_keep_the_janitor_waiting() -> None:
+    """As the workers of a DataLoader in the test's own process: they hold the janitor's pipe open."""
+    with janitor.folder() as place:
+        child = os.fork()
+        if not child:
+            time.sleep(100)
+            os._exit(0)
+    assert not place.exists()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import PROBE, ROOT, SFT, accel_fsdp, accelerate_launch, run
+from on_ranks import on_ranks
 from packaging.version import Version
 from peft import PeftModel
 from reference import job_words, train
@@ -27,7 +28,6 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.launch import launcher
 from accel_fsdp.launch_environment import EXPORTED, MESH
 from accel_fsdp.models import parallel_plans
-from accel_fsdp.testing.ranks import Ranks
 from accel_fsdp.training import mesh
 
 STEPS, BATCH = 3, 8
@@ -346,8 +346,7 @@ def save_shards(model: Path, folder: Path) -> None:
 @pytest.mark.slow
 def test_the_ranks_own_files_become_a_model(models: Path, tmp_path: Path) -> None:
     """What transformers writes of a sharded model: names of the model in memory, where files split its experts."""
-    with Ranks(4) as ranks:
-        ranks(save_shards, models / "qwen3_moe", tmp_path / "shards")
+    on_ranks(4, tmp_path, save_shards, models / "qwen3_moe", tmp_path / "shards")
     AutoTokenizer.from_pretrained(models / "qwen3_moe").save_pretrained(tmp_path / "shards")
     done = accel_fsdp("export", tmp_path / "shards", tmp_path / "out")
     assert done.code == 0, done.output

@@ -13,6 +13,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from accel_fsdp.job import from_arguments
 from accel_fsdp.training import arguments, flag_values
 from accel_fsdp.training.data import DataArguments
 
@@ -122,3 +123,9 @@ def test_help_begins_with_the_flags_that_most_runs_have(sft: Sft, capfd: pytest.
     assert "--adam_beta1" in rest
     flags = re.findall(r"^  (?:-h, )?(--\w+)", output, re.MULTILINE)
     assert len(flags) == len(set(flags)) > 100
+
+
+def test_no_flag_is_taken_for_another_one_misspelt() -> None:
+    names = {flag.removeprefix("--").replace("-", "_") for flag in known_flags()} | flag_values.TRL.keys()
+    assert list(from_arguments.misspelt(dict.fromkeys(names, 1))) == []
+    assert list(from_arguments.misspelt({"max_lenght": 9})) == [("max_lenght", "max_length")]

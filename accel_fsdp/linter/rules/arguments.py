@@ -37,6 +37,12 @@ def _weights_only(subject: Subject, best: bool) -> bool:
     return only and (wants_best if best else not wants_best and subject.sharded_state_dict)
 
 
+def _misspelt(subject: Subject) -> Cases:
+    severity = "error" if subject.uses_sft else "warning"
+    slips = from_arguments.misspelt(subject.args or {})
+    return [{"name": name, "near": near, "severity": severity} for name, near in slips]
+
+
 def _four_bits(subject: Subject) -> Cases:
     stored, dtype = str(subject.arg("bnb_4bit_quant_storage") or "uint8"), storage_dtype(subject)
     is_wrong = subject.is_fsdp and subject.arg_on("load_in_4bit") and dtype and stored != dtype
@@ -116,6 +122,10 @@ ROWS = (
     Row(
         "AF608", "error", STATE, "--save_only_model needs FULL_STATE_DICT", "Trainer stops", "drop --save_only_model",
         lambda s: _weights_only(s, best=False), seen="transformers#36627",
+    ),
+    Row(
+        "AF640", "warning", "", "--{name} is unknown. Did you mean --{near}?", "train/sft.py and Trainer refuse it",
+        "--{near}", _misspelt, seen="train/sft.py",
     ),
     combined("AF609", "error", VERSION, "generate-fsdp1", seen="P61 ranks transformers#30228"),
     combined("AF610", "error", VERSION, "dora-fsdp1", "dora-mesh", seen="P85 ranks"),

@@ -85,11 +85,12 @@ class ModelShape:
     """The shape of a model, on which memory and time depend.
 
     `outer` are the parameters outside of the blocks: embeddings, last norm, head. A tied head adds no parameter.
-    `buffers_bytes` are stored or computed buffers, on every rank. `experts` and `experts_used` count a layer's experts
-    and those a token goes through, 0 without. `window` is the sliding window of the layers that have one, 0 without;
-    `positions` the longest sequence, 0 if unlimited. `untraced` are the indices of the blocks that images go through,
-    whose activations aren't known. `eager_only`: transformers has only eager attention for the model. `language` counts
-    the parameters of the part that text goes through, 0 if that is the whole model. `division`: what a mesh divides.
+    `buffers_bytes` are stored or computed buffers, on every rank; `stored_buffers` counts those in a checkpoint.
+    `experts` and `experts_used` count a layer's experts and those a token goes through, 0 without. `window` is the
+    sliding window of the layers that have one, 0 without; `positions` the longest sequence, 0 if unlimited.
+    `untraced` are the indices of the blocks that images go through, whose activations aren't known. `eager_only`:
+    transformers has only eager attention for the model. `language` counts the parameters of the part that text goes
+    through, 0 if that is the whole model. `division`: what a mesh divides.
     """
 
     name: str
@@ -102,6 +103,7 @@ class ModelShape:
     outer: tuple[Parameter, ...]
     tied: bool
     buffers_bytes: int = 0
+    stored_buffers: int = 0
     experts: int = 0
     experts_used: float = 0
     window: int = 0

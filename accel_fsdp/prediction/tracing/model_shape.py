@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_fsdp.errors import UserError
-from accel_fsdp.models import is_fused_experts, language_parameters, parallel_plans, wrap_classes
+from accel_fsdp.models import is_fused_experts, language_parameters, parallel_plans, persistent_buffers, wrap_classes
 from accel_fsdp.prediction.memory import Block, ModelShape, Parameter, ParameterKind
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def shape_of(name: str, config: Any, model: "nn.Module") -> ModelShape:
         ),
         outer=_outer(model, layers, divided),
         tied=_tied(model),
+        stored_buffers=persistent_buffers(model),
         buffers_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
         experts=division.experts,
         experts_used=int(_first_setting(text, "num_experts_per_tok", "num_experts_per_token", "top_k_experts")),
