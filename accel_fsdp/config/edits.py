@@ -8,8 +8,6 @@ from typing import Any
 from accel_fsdp.config import yaml_file
 from accel_fsdp.config.schema import short_name
 
-COMMENT = re.compile(r"(?:^|(?<=\s))#.*\S", re.MULTILINE)
-
 
 @dataclass(frozen=True)
 class Edit:
@@ -31,8 +29,8 @@ def apply(document: Any, edits: Iterable[Edit]) -> None:
         _apply(document, edit)
     if edits and not document.is_json:
         text = yaml_file.text_of(document, yaml_file.indent_of(document.source))
-        comments, kept = (COMMENT.findall(part) for part in (document.source, text))
-        lost = [comment for comment in comments if comment not in kept]
+        lines, kept = (list(map(str.strip, part.splitlines())) for part in (document.source, text))
+        lost = [line for line in lines if line.startswith("#") and line not in kept]
         document.source = "".join(f"{line}\n" for line in lost) + text
 
 

@@ -190,4 +190,3 @@ def test_flow_style_stays(style: str, tmp_path: Path) -> None:
     assert content["fsdp_config"]["fsdp_offload_params"] is True
     assert content["fsdp_config"]["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
     assert after.count("{") == text.count("{")
-    assert ("# why" in after) == ("# why" in text)
