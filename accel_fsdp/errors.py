@@ -141,6 +141,22 @@ def versions_of(libraries: Iterable[str]) -> dict[str, str]:
     return versions
 
 
+CHANGE_RESULTS = (
+    *("torch", "accelerate", "transformers", "tokenizers", "datasets", "peft", "trl", "safetensors", "numpy"),
+    *("nvidia-nccl-cu12", "nvidia-nccl-cu13", "deepspeed", "bitsandbytes", "liger-kernel", "flash-attn"),
+    *("torchao", "triton", "kernels", "xformers", "flash-linear-attention", "causal-conv1d", "mamba-ssm"),
+    "transformer-engine",
+)
+"""The libraries that a training depends on."""
+
+
+def versions() -> dict[str, str]:
+    """The versions that a run records, and that the machines of a job compare."""
+    from accel_fsdp import __version__
+
+    return {"accel-fsdp": __version__, **versions_of(CHANGE_RESULTS)}
+
+
 TESTED = {
     "torch": ("2.11.0", "2.15.0"),
     "accelerate": ("1.15.0", "1.15.0"),

@@ -1,4 +1,4 @@
-"""Predicted against measured peak memory on one NVIDIA GPU: `python benchmarks/gpu.py [--quick] [--out FILE]`.
+"""Predicted against measured peak memory on one NVIDIA GPU: `python benchmarks/gpu.py [--out FILE]`.
 
 Each case trains three steps in a process of its own (`gpu_case.py`), so that one that fails ends no other. Nothing is
 downloaded: models have random weights, ranks besides the first don't exist. Needs torch, transformers and accelerate,
@@ -10,11 +10,7 @@ for shapes of 1 and 8 billion parameters, kept in RESULTS.md. That needs all of 
 
 import argparse
 import json
-import subprocess
 import sys
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -38,8 +34,6 @@ from accel_fsdp.units import MIB
 HERE = Path(__file__).parent
 DATA = HERE / "data" / "gpu_cases.json"
 CASE_SECONDS = 150
-WORKERS = 4
-SPARE_BYTES = 3 << 30  # context and what the allocator reserves
 LIBRARIES = ("torch", "transformers", "accelerate")
 
 
@@ -83,7 +77,7 @@ def case(model: str, layers: int, engine: str, rows: int, length: int, **options
     return Case(model, layers, Recipe(rows=rows, length=length, **options), layout)
 
 
-QUICK = [
+GPU = [
     case(SMOL, 30, "single", 8, 1024),
     case(LLAMA, 16, "single", 2, 2048, **FULL, **FOREACH),
     case(LLAMA, 16, "ddp-1x8", 2, 1024, **FULL),
@@ -92,8 +86,6 @@ QUICK = [
     case(LLAMA, 16, "fsdp1-1x2", 2, 2048),
     case(MOE, 2, "single", 1, 2048, **FULL),
     case(TINY_QWEN, 28, "fsdp1-1x8", 8, 512),
-]
-MORE = [
     case(SMOL, 30, "single", 1, 8192, **FULL),
     case(TINY_QWEN, 28, "single", 4, 1024, **PURE),
     case(TINY_QWEN, 28, "single", 2, 4096, **REENTRANT),
@@ -201,61 +193,18 @@ def row_of(case: Case, outcome: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class Room:
-    """How much of the GPU's memory the running cases may take together."""
-
-    def __init__(self, size: int) -> None:
-        self._free = self._size = size
-        self._changed = threading.Condition()
-
-    def take(self, size: int) -> int:
-        """Waits for as much; a case larger than all of it waits until it is alone."""
-        taken = min(size, self._size)
-        with self._changed:
-            self._changed.wait_for(lambda: self._free >= taken)
-            self._free -= taken
-        return taken
-
-    def give(self, size: int) -> None:
-        """Gives it back."""
-        with self._changed:
-            self._free += size
-            self._changed.notify_all()
-
-
-def needed(case: Case) -> int:
-    """Roughly what a case takes: its step, or its whole model beside the shards while it is prepared."""
-    shape, _ = shape_and_tapes(case)
-    width = 4 if case.recipe.precision != "no" and case.recipe.method == "full" else 2
-    loading = shape.numel * max(width, 4 if case.recipe.dtype == "float32" else 2)
-    return round(1.25 * max(predicted(case, 0)["peak"], 1.25 * loading)) + SPARE_BYTES
-
-
-def run_all(cases: list[Case], device: str, room: Room, workers: int, out: Path | None) -> list[dict[str, Any]]:
-    """All cases, some at a time; prints and keeps each as it comes, as a lent GPU may end before the last one."""
+def run_all(cases: list[Case], device: str, out: Path | None) -> list[dict[str, Any]]:
+    """All cases; prints and keeps each as it comes, as a lent GPU may end before the last one."""
     rows: list[dict[str, Any]] = []
-    one_writes = threading.Lock()
-
-    def run_case(each: Case) -> None:
-        taken = room.take(needed(each))
-        began = time.monotonic()
-        try:
-            outcome = measure(each, device)
-        finally:
-            room.give(taken)
-        seconds = time.monotonic() - began
+    for case in cases:
+        outcome = measure(case, device)
         if "error" in outcome:
-            print(f"{each.name}: FAILED after {seconds:.0f} s: {outcome['error']}", flush=True)
-            return
-        row = row_of(each, outcome)
-        print(line(row) + f"  {seconds:.0f} s", flush=True)
-        with one_writes:
-            rows.append(row)
-            if out:
-                keep(out, rows)
-
-    with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(run_case, cases))
+            print(f"{case.name}: FAILED: {outcome['error']}", flush=True)
+            continue
+        rows.append(row_of(case, outcome))
+        print(line(rows[-1]), flush=True)
+        if out:
+            keep(out, rows)
     return rows
 
 
@@ -275,19 +224,6 @@ def by_engine(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 def errors_of(rows: list[dict[str, Any]], name: str) -> list[float]:
     """The sizes of their errors in one number."""
     return [abs(row["error"][name]) for row in rows]
-
-
-def summary(rows: list[dict[str, Any]]) -> list[str]:
-    """Median and worst error by engine and over all."""
-    lines = []
-    for engine, mine in by_engine(rows).items():
-        worst = max(mine, key=lambda row: abs(row["error"]["peak"]))
-        peaks, steady = errors_of(mine, "peak"), errors_of(mine, "steady")
-        lines.append(
-            f"{engine}: {len(mine)} cases, peak median {median(peaks):.2%}, worst {max(peaks):.2%} "
-            f"({worst['case']}), steady worst {max(steady):.2%}"
-        )
-    return lines
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
@@ -334,12 +270,6 @@ def keep(path: Path, rows: list[dict[str, Any]]) -> None:
         results.keep("gpu-memory", table(kept))
 
 
-def gpu_bytes() -> int:
-    """The first GPU's memory as its driver says, without torch: this process leaves the GPU to the others."""
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]) << 20
-
-
 def time_training(device: str, only: str) -> None:
     """Times the script's training step; a GPU's results are kept."""
     import gpu_training
@@ -352,7 +282,6 @@ def time_training(device: str, only: str) -> None:
 def main() -> None:
     """Runs the cases."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a few cases only")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, help="the results' file; without it, those of a GPU go to data/")
     parser.add_argument("--only", default="", help="cases whose name contains this")
@@ -360,23 +289,20 @@ def main() -> None:
     options = parser.parse_args()
     if options.training:
         return time_training(options.device, options.only)
-    cases = CPU if options.device == "cpu" else QUICK if options.quick else [*QUICK, *MORE]
-    cases = [case for case in cases if options.only in case.name]
+    cases = [case for case in (CPU if options.device == "cpu" else GPU) if options.only in case.name]
     try:
         version("peft")
     except PackageNotFoundError:
         print(f"peft is not installed: {sum(case.recipe.method != 'full' for case in cases)} cases with LoRA left out")
         cases = [case for case in cases if case.recipe.method == "full"]
-    size, workers = (gpu_bytes(), WORKERS) if options.device == "cuda" else (1 << 40, 2)
-    began = time.monotonic()
     out = options.out or (DATA if options.device == "cuda" else None)
     try:
-        rows = run_all(sorted(cases, key=needed, reverse=True), options.device, Room(size), workers, out)
+        rows = run_all(cases, options.device, out)
     except UserError as error:
         raise SystemExit(str(error)) from error
     if not rows:
         raise SystemExit("no case could be measured")
-    print(*summary(rows), f"{len(rows)} of {len(cases)} cases in {time.monotonic() - began:.0f} s", sep="\n")
+    print(*table(rows), f"{len(rows)} of {len(cases)} cases", sep="\n")
 
 
 if __name__ == "__main__":

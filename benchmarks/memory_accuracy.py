@@ -178,8 +178,8 @@ def tapes_of(name: str, config: Any, variant: str) -> tuple[ModelShape, Tapes]:
 def table(results: list[Result]) -> list[str]:
     """One line per group and method."""
     lines = [
-        "| rows | n | median | worst | within 1 % | within 4 % | steady, worst |",
-        "|---|---|---|---|---|---|---|",
+        "| rows | n | median | worst | within 1 % | steady, worst |",
+        "|---|---|---|---|---|---|",
     ]
     for group, mine in _grouped(results, lambda finding: (*_group(finding.row), finding.row["kind"])):
         lines.append(_line(", ".join(group), mine))
@@ -202,51 +202,25 @@ def _grouped(
 def _line(name: str, mine: list[Result]) -> str:
     errors = [abs(result.peak) for result in mine]
     steady = [abs(result.steady) for result in mine if result.steady is not None]
-    counted = [f"{sum(error <= limit for error in errors)}/{len(mine)}" for limit in (0.01, 0.04)]
-    cells = [name, str(len(mine)), f"{median(errors):.2%}", f"{max(errors):.2%}", *counted]
+    within = f"{sum(error <= 0.01 for error in errors)}/{len(mine)}"
+    cells = [name, str(len(mine)), f"{median(errors):.2%}", f"{max(errors):.2%}", within]
     cells += [f"{max(steady):.2%}" if steady else ""]
     return "| " + " | ".join(cells) + " |"
 
 
-VERDICT_WORDS = (
-    'Said to fit: the verdict "yes". In doubt: "tight", which leaves no margin. Said not to: "no". The margin is that '
-    "of a run's own allocator: a twentieth with expandable segments, a fifth for fragmentation without."
-)
-
-
 def verdict_table(verdicts: list[Verdict]) -> list[str]:
-    """What the planner says of each group's runs, then those of which it is wrong, and those in doubt that ran out."""
+    """What the planner says of each group's runs."""
     titles = ("said to fit", "in doubt", "said not to")
     lines = [f"| rows | {' | '.join(('fitted', *titles, 'ran out', *titles))} |", "|---" * 9 + "|"]
     for group, mine in [*_grouped(verdicts, lambda finding: (finding.row["group"],)), (("all",), verdicts)]:
         lines.append("| " + " | ".join([group[0], *_counted(mine, True), *_counted(mine, False)]) + " |")
-    wrong = [finding for finding in verdicts if finding.said == ("no" if finding.fits else "yes")]
-    doubted = [finding for finding in verdicts if not finding.fits and finding.said == "tight"]
-    for title, some in (("Wrong:", wrong), ("In doubt, and ran out:", doubted)):
-        lines += ["", title, "", *(_line_of(result) for result in some)] if some else []
-    return [*lines, "", VERDICT_WORDS, *_near(verdicts)]
-
-
-def _near(verdicts: list[Verdict]) -> list[str]:
-    """How many of those that ran out were near to fitting: far ones prove little."""
-    shares = [finding.share for finding in verdicts if not finding.fits]
-    near = [f"{sum(share < limit for share in shares)} needed less than {limit:g} times" for limit in (1.25, 1.5, 2)]
-    return ["", f"Of the {len(shares)} that ran out, {', '.join(near)} their card."] if shares else []
+    return lines
 
 
 def _counted(mine: list[Verdict], fits: bool) -> list[str]:
     some = [result.said for result in mine if result.fits is fits]
     counts = [len(some), *(sum(verdict == kind for verdict in some) for kind in ("yes", "tight", "no"))]
     return [str(count) for count in counts] if some else [""] * 4
-
-
-def _line_of(finding: Verdict) -> str:
-    row, what = finding.row, "fitted" if finding.fits else "ran out of memory"
-    words = [f"{row[key]}" for key in ("id", "model", "method", "engine")]
-    size = f"{row['rows']} x {row['length']} on {row['gpus']} x {row['gpu']} of {row['card_gib']} GiB"
-    where = f" ({finding.why})" if finding.why else ""
-    note = f"; {row['note']}" if "note" in row else ""
-    return f"- {' '.join(words)}, {size}: {what}, said: {finding.said}{where}{note}"
 
 
 def main() -> None:
@@ -260,8 +234,6 @@ def main() -> None:
         _print_rows(runs, decided)
     tables = table(runs), verdict_table(decided)
     print("\n\n".join("\n".join(lines) for lines in tables))
-    if options.rows:
-        print("", *_outside(runs), sep="\n")
     if options.write:
         write(*tables)
 
@@ -279,16 +251,6 @@ def _print_rows(results: list[Result], decided: list[Verdict]) -> None:
             each.said,
             each.why,
         )
-
-
-def _outside(results: list[Result]) -> Iterator[str]:
-    """What is further off than 1 % (peak) or 0.5 % (between steps), with the best explanation."""
-    for finding in results:
-        why = finding.row.get("note", "not explained")
-        if abs(finding.peak) > 0.01:
-            yield f"- {finding.row['id']} {finding.peak:+.2%}: {why}"
-        if finding.steady is not None and abs(finding.steady) > 0.005:
-            yield f"- {finding.row['id']} {finding.steady:+.2%} between steps: {why}"
 
 
 def write(allocated: list[str], decided: list[str]) -> None:

@@ -19,8 +19,8 @@ from typing import Any
 import results
 import torch
 from children import environment
-from fuzz import small_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 CASE = Path(__file__).parent / "saving_case.py"
 STEPS, SAVE_STEPS = 26, 6
@@ -34,11 +34,15 @@ SIDES = {
 LAUNCH_SECONDS = 1800
 
 
-def write_model(folder: Path, size_bytes: float) -> None:
+def write_model(folder: Path, size_bytes: float, width: int = 1024) -> None:
     """A Llama whose weights and moments have about this size, with a tokenizer of bytes."""
-    tokenizer = small_tokenizer()
-    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "vocab_size": len(tokenizer)}
-    of_layer = 4 * 1024**2 + 3 * 1024 * 2816
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    plain = Tokenizer(models.BPE({letter: number for number, letter in enumerate([*alphabet, "<eos>"])}, []))
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<eos>", pad_token="<eos>")
+    inner = width * 11 // 4
+    sizes = {"hidden_size": width, "intermediate_size": inner, "num_attention_heads": 16, "vocab_size": len(tokenizer)}
+    of_layer = 4 * width**2 + 3 * width * inner
     layers = max(round(size_bytes / BYTES_PER_WEIGHT / of_layer), 1)
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **sizes)).save_pretrained(folder)

@@ -137,7 +137,7 @@ def _shape(
 
 
 def table(rows: Iterable[Case]) -> Iterable[str]:
-    """Median and worst error of each group and of all, how often the range holds the measurement, and weak kinds."""
+    """Median and worst error of each group and of all, how often the range holds the measurement."""
     groups: dict[str, list[Case]] = {}
     every = list(rows)
     for case in every:
@@ -146,8 +146,6 @@ def table(rows: Iterable[Case]) -> Iterable[str]:
     yield "|---|---|---|---|---|---|"
     for name, members in sorted(groups.items()):
         yield _line(name, members)
-    for name, belongs in KINDS.items():
-        yield _line(f"*{name}*", [case for case in every if belongs(case)])
     yield _line("all", every)
 
 
@@ -163,13 +161,6 @@ def _line(name: str, members: list[Case]) -> str:
     errors = [case.error for case in members]
     numbers = (median(errors), median(map(abs, errors)), max(errors, key=abs), _share_in_range(members))
     return f"| {name} | {len(members)} | " + " | ".join(f"{number:.1%}" for number in numbers) + " |"
-
-
-def outside(rows: Iterable[Case], limit: float = 0.3) -> Iterator[str]:
-    """The rows further off than the limit, or with a note, each with the best explanation."""
-    for case in rows:
-        if abs(case.error) > limit or case.note:
-            yield f"- {case.id} {case.error:+.1%}: {case.note or 'not explained'}"
 
 
 def _share_in_range(rows: list[Case]) -> float:
@@ -273,7 +264,7 @@ def main() -> None:
     """Prints the tables; with --write keeps them in RESULTS.md."""
     known = cases()
     lines = list(table(known))
-    print(*lines, "", *outside(known), "", sep="\n")
+    print(*lines, "", sep="\n")
     low, high = range_of(known)
     print(f"9 of 10 measured steps are {low:.2f} to {high:.2f} of the predicted ones")
     without = list(held_out(known)) if "--held-out" in sys.argv or "--write" in sys.argv else []
@@ -284,8 +275,8 @@ def main() -> None:
         results.keep("time", part)
 
 
-ABOUT = """Errors are of tokens per second: above zero the prediction is too fast. Names in italics are the same rows in
-another order. Sources, and what each says of its machine, are in `data/throughput.json`."""
+ABOUT = """Errors are of tokens per second: above zero the prediction is too fast. Sources, and what each says of its
+machine, are in `data/throughput.json`."""
 HELD_OUT = """Each source left out in turn: the calibrated constants (five, and one efficiency for each chip) are found
 again without it, starting from the values in use. A chip that no other source has is then taken for one that nobody
 measured. The counts of bytes and kernels have no constant to find, but were written with all rows at hand."""

@@ -186,13 +186,13 @@ def _may_be_warm(words: list[str]) -> bool:
     return launches or ours or words[1:2] == ["accel_fsdp.ranks"] or Path(words[0]).suffix == ".py"
 
 
-def warm_python(cluster: str = "") -> dict[str, str]:
+def warm_python() -> dict[str, str]:
     """The environment of what starts warm: a stub in Python's place, and the socket of the process that serves it.
 
     One server is enough for all workers of a run, and for every machine that `hosts` makes: a program starts in the
-    namespaces of its stub. A `cluster` with other variables has a server of its own.
+    namespaces of its stub.
     """
-    folder = Path(os.environ[SHARED] if SHARED in os.environ and not cluster else start_server(cluster))
+    folder = Path(os.environ[SHARED] if SHARED in os.environ else start_server())
     deadline = time.monotonic() + LAUNCH_SECONDS
     while not (folder / "socket").exists():
         assert folder.exists(), "the server of warm processes didn't start"
@@ -202,8 +202,8 @@ def warm_python(cluster: str = "") -> dict[str, str]:
 
 
 @cache
-def start_server(cluster: str = "") -> str:
-    """Begins to import for programs that start warm, of one cluster if one is given; its folder."""
+def start_server() -> str:
+    """Begins to import for programs that start warm; its folder."""
     folder = Path(tempfile.mkdtemp(prefix="warm-"))
     stub, place = folder / "python", folder / "socket"
     stub.write_text(warm.stub_text())

@@ -1,4 +1,4 @@
-"""One rank of `benchmarks/axes.py`: trains a step on transformers' own meshes, prints the bytes that it then holds.
+"""One rank of `test_axes.py`: trains a step on transformers' own meshes, prints the bytes that it then holds.
 
 `held_axes.py MODELS FOLDER`, with each model's config and meshes. Reads torch's storages and nothing of the planner.
 Rank 0 prints `HELD {model: {mesh: {parameters, optimizer}}}`.

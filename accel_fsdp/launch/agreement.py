@@ -1,7 +1,4 @@
-"""Compares the settings that all machines of a job must share, before anything is trained.
-
-Each member (a launcher, a rank) reads the settings of all; if they differ, all members end with the same table.
-"""
+"""What the machines of a job must share, as settings of a launcher or a rank, and the table of those that differ."""
 
 import hashlib
 import platform
@@ -9,20 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from accel_fsdp import __version__
-from accel_fsdp.errors import UserError, one_line, versions_of
+from accel_fsdp.errors import UserError, one_line, versions
 from accel_fsdp.units import first_few
 
 Settings = Mapping[str, str | None]
 """Values by name; None for a value that this member doesn't know, which is not compared."""
 
-LIBRARIES = (
-    *("torch", "accelerate", "transformers", "tokenizers", "datasets", "peft", "trl", "safetensors", "numpy"),
-    *("deepspeed", "bitsandbytes", "liger-kernel", "flash-attn", "torchao", "triton", "kernels", "xformers"),
-    *("flash-linear-attention", "causal-conv1d", "mamba-ssm", "transformer-engine"),
-)
-NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
-"""The packages with NCCL that torch's wheels depend on."""
 VARIABLES = re.compile(
     r"(?!\w*_(DIR|PATH|HOME|CACHE|DEBUG)$)"
     r"((ACCELERATE|FSDP|PARALLELISM_CONFIG|CUBLAS|CUDNN|TORCHINDUCTOR|DS|LIGER|TRITON|NVTE|XLA)_\w+"
@@ -40,12 +29,6 @@ SECRET = re.compile(r"(^|[._])(token|key|secret|password)$")
 """Flags and variables whose values are compared, but not shown."""
 MAY_DIFFER = "ACCEL_FSDP_MAY_DIFFER"
 """The variable that names, on any machine, other settings that may differ."""
-SHOWN_MACHINES = 4
-
-
-def versions() -> dict[str, str]:
-    installed = versions_of((*LIBRARIES, *NCCL))
-    return {"accel-fsdp": __version__} | {"nccl" if name in NCCL else name: installed[name] for name in installed}
 
 
 def of_job(variables: Mapping[str, str], script: Path, words: Sequence[str] = ()) -> Settings:
@@ -102,40 +85,41 @@ def _key(name: str) -> str:
 
 
 class Differs(UserError):
-    """Raised by all members; `lines` make the table."""
+    """What all members say; `table` has a line for each value of a setting that differs."""
 
-    lines: Sequence[str] = ()
+    def __init__(self, what: str, *, why: str, fix: str, table: Sequence[str] = ()) -> None:
+        super().__init__(what, why=why, fix=fix)
+        self.table = table
 
     def __str__(self) -> str:
-        first, *lines = super().__str__().split("\n")
-        return "\n".join([first, *(f"    {one_line(line)}" for line in self.lines), *lines])
+        what, *rest = super().__str__().split("\n")
+        return "\n".join([what, *(f"    {one_line(line)}" for line in self.table), *rest])
 
 
-def compare(members: Sequence[tuple[str, Settings]]) -> None:
-    """Raises Differs, the same on all members, if a setting differs and none of them allows it.
+def difference(members: Sequence[tuple[str, Settings]]) -> Differs | None:
+    """The error of a job whose members have different settings; none if all are equal, or a member allows it.
 
     A member is the rank and name of its machine, with its settings.
     """
-    names = dict.fromkeys(name for _, settings in members for name in settings)
     words = (word for _, settings in members for word in re.split(r"[,\s]+", settings.get(MAY_DIFFER) or ""))
     allowed = {_key(word) for word in (MAY_DIFFER, *words)}
     rows, differing = [("what", "value", "machine")], []
-    for name in names:
-        holders: dict[str, list[str]] = {}
+    for name in dict.fromkeys(name for _, settings in members for name in settings):
+        holders: dict[str, dict[str, None]] = {}
         for machine, settings in members:
             if (value := settings.get(name, "not set")) is not None:
-                holders.setdefault(value, []).append(machine)
+                holders.setdefault(value, {})[machine] = None
         if len(holders) > 1 and _key(name) not in allowed:
             differing.append(_key(name))
-            places = (first_few(list(dict.fromkeys(machines)), SHOWN_MACHINES) for machines in holders.values())
-            rows += zip((name, *[""] * (len(holders) - 1)), holders, places, strict=True)
-    if differing:
-        error = Differs(
-            "the machines of this job have different settings",
-            why="the ranks would train parts of one model with different settings, and the result would look complete",
-            fix="use the same files, arguments, versions and environment on all machines; "
-            f"{MAY_DIFFER}={','.join(differing)} on one of them if they should differ",
-        )
-        widths = [max(len(row[column]) for row in rows) for column in range(2)]
-        error.lines = [f"{name:{widths[0]}}  {value:{widths[1]}}  {place}" for name, value, place in rows]
-        raise error
+            shown = (first_few(list(machines), 4) for machines in holders.values())
+            rows += zip((name, *[""] * (len(holders) - 1)), holders, shown, strict=True)
+    if not differing:
+        return None
+    name_width, value_width = (max(len(row[column]) for row in rows) for column in range(2))
+    return Differs(
+        "the machines of this job have different settings",
+        why="the ranks would train parts of one model with different settings, and the result would look complete",
+        fix="use the same files, arguments, versions and environment on all machines; "
+        f"{MAY_DIFFER}={','.join(differing)} on one of them if they should differ",
+        table=[f"{name:{name_width}}  {value:{value_width}}  {machines}" for name, value, machines in rows],
+    )

@@ -34,7 +34,8 @@ def compare(*parts: agreement.Settings) -> None:
     except RuntimeError as error:  # gloo's or NCCL's own
         why, fix = "each rank needs all others from here on", "see what the other rank printed"
         raise UserError("another rank ended while it loaded the model or the data", why=why, fix=fix) from error
-    agreement.compare(of_ranks)
+    if differs := agreement.difference(of_ranks):
+        raise differs
 
 
 def of_arguments(model: Any, data: Any, training: Any) -> agreement.Settings:

@@ -40,11 +40,10 @@ def missing() -> str:
 
 
 class Host:
-    """One machine, reached by the others as `name` at `address`."""
+    """One machine, reached by the others as `name`."""
 
-    def __init__(self, name: str, address: str, namespace: str, hosts: Path, switch: str, port: str) -> None:
-        self.name, self.address = name, address
-        self._namespace, self._switch, self._port = namespace, switch, port
+    def __init__(self, name: str, namespace: str, hosts: Path) -> None:
+        self.name, self._namespace = name, namespace
         words = ["nsenter", f"--net=/var/run/netns/{namespace}", "unshare", *NAMESPACES, "--fork", "--mount-proc"]
         self._unshare = subprocess.Popen(
             [*words, "bash", "-c", START, name, str(hosts)], stdin=subprocess.PIPE, start_new_session=True
@@ -94,16 +93,6 @@ def all_ended(processes: Sequence["subprocess.Popen[str]"], seconds: float) -> l
 
 
 @contextlib.contextmanager
-def changed(host: Host, before: Sequence[str], after: Sequence[str]) -> Iterator[None]:
-    """What two commands do and undo on a machine."""
-    subprocess.run([*host.before, *before], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run([*host.before, *after], check=True)
-
-
-@contextlib.contextmanager
 def network(*names: str) -> Iterator[list[Host]]:
     """Machines of these names, each of which reaches the others by name, over one switch."""
     mark = f"afsdp{os.getpid()}x{next(NUMBERS)}"
@@ -115,19 +104,17 @@ def network(*names: str) -> Iterator[list[Host]]:
     hosts.write_text("127.0.0.1 localhost\n" + "".join(lines))
     machines: list[Host] = []
     try:
-        _ip("netns", "add", switch)
-        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
-        _ip("-n", switch, "link", "set", "bridge", "up")
+        _ip(f"netns add {switch}")
+        _ip(f"-n {switch} link add bridge type bridge")
+        _ip(f"-n {switch} link set bridge up")
         for number, (namespace, address) in enumerate(zip(namespaces, addresses, strict=True)):
-            _ip("netns", "add", namespace)
-            _ip(
-                "-n", namespace, "link", "add", "eth0", "type", "veth", "peer", "name", f"port{number}", "netns", switch
-            )
-            _ip("-n", switch, "link", "set", f"port{number}", "master", "bridge", "up")
-            _ip("-n", namespace, "address", "add", f"{address}/24", "dev", "eth0")
-            _ip("-n", namespace, "link", "set", "eth0", "up")
-        for number, (name, address, namespace) in enumerate(zip(names, addresses, namespaces, strict=True)):
-            machines.append(Host(name, address, namespace, hosts, switch, f"port{number}"))
+            _ip(f"netns add {namespace}")
+            _ip(f"-n {namespace} link add eth0 type veth peer name port{number} netns {switch}")
+            _ip(f"-n {switch} link set port{number} master bridge up")
+            _ip(f"-n {namespace} address add {address}/24 dev eth0")
+            _ip(f"-n {namespace} link set eth0 up")
+        for name, namespace in zip(names, namespaces, strict=True):
+            machines.append(Host(name, namespace, hosts))
         yield machines
     finally:
         for machine in machines:
@@ -137,7 +124,7 @@ def network(*names: str) -> Iterator[list[Host]]:
         shutil.rmtree(folder)
 
 
-def _ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+def _ip(words: str) -> None:
+    done = subprocess.run(["ip", *words.split()], capture_output=True, text=True, check=False)
     if done.returncode:
-        sys.exit(f"ip {' '.join(words)}: {done.stderr}")
+        sys.exit(f"ip {words}: {done.stderr}")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import hosts
-from conftest import ROOT, ended, warm_python
+from conftest import ROOT, ended
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "scancel")
 CPUS, GPUS = 8, 2
@@ -49,15 +49,6 @@ GresTypes=gpu
 NodeName={names} CPUs={cpus} RealMemory=4000 Gres=gpu:{gpus} State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-COMMAND = """\
-#!/bin/bash
-if [ -z "${{COLD:-}}" ] || [ -n "${{SLURM_RESTART_COUNT:-}}" ]; then
-    . {folder}/warm-$(hostname)
-    unset COLD
-fi
-exec "${{PYTHON_EXEC:-{python}}}" -m accel_fsdp "$@"
-"""
-"""`accel-fsdp` on each machine, which starts warm; with COLD, the first time, as it does elsewhere."""
 
 
 def missing() -> str:
@@ -72,18 +63,19 @@ class Cluster:
 
     def __init__(self, machines: Sequence[hosts.Host], folder: Path) -> None:
         self.machines, self.folder = machines, folder
-        self.environment = {"SLURM_CONF": str(folder / "slurm.conf"), "PYTHONPATH": str(ROOT)}
+        path = f"{folder / 'bin'}:{os.environ['PATH']}"
+        self.environment = {"SLURM_CONF": str(folder / "slurm.conf"), "PYTHONPATH": str(ROOT), "PATH": path}
 
-    def says(self, *words: str | Path, **environment: str) -> str:
+    def says(self, *words: str | Path) -> str:
         """What one of SLURM's commands prints."""
-        started = self.machines[0].run(words, **self.environment, **environment)
+        started = self.machines[0].run(words, **self.environment)
         done = ended(started, COMMAND_SECONDS)
         assert done.code == 0, f"{words}: {done.output}\n{self.logs()}"
         return done.output.strip()
 
-    def submit(self, file: Path, **environment: str) -> str:
+    def submit(self, file: Path) -> str:
         """The number of the job that a file became, in whose folder it runs."""
-        return self.says("sbatch", "--parsable", f"--chdir={file.parent}", file, **environment)
+        return self.says("sbatch", "--parsable", f"--chdir={file.parent}", file)
 
     def job(self, number: str) -> dict[str, str]:
         """What SLURM says of it."""
@@ -108,27 +100,22 @@ def cluster(*names: str) -> Iterator[Cluster]:
     """A cluster of machines of these names, with nodes that wait for jobs."""
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     folder.chmod(0o755)  # munged wants its socket where all can reach it
-    before = {name: os.environ.get(name) for name in ("PATH", "HF_HOME", "TMPDIR")}
     try:
-        # What programs that start warm read while they are imported must be as it is in a job.
-        os.environ |= {"PATH": f"{folder}/bin:{before['PATH']}", "HF_HOME": f"{folder}/hf", "TMPDIR": f"{folder}/tmp"}
         with hosts.network(*names) as machines:
             _write(folder, machines)
-            cluster_found = Cluster(machines, folder)
+            ready = Cluster(machines, folder)
             with _daemons(folder, machines):
                 deadline = time.monotonic() + READY_SECONDS
-                while cluster_found.says("sinfo", "--noheader", "--format=%T %D") != f"idle {len(names)}":
-                    assert time.monotonic() < deadline, cluster_found.logs()
+                while ready.says("sinfo", "--noheader", "--format=%T %D") != f"idle {len(names)}":
+                    assert time.monotonic() < deadline, ready.logs()
                     time.sleep(POLL_SECONDS)
-                yield cluster_found
+                yield ready
     finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
         shutil.rmtree(folder)
 
 
 def _write(folder: Path, machines: Sequence[hosts.Host]) -> None:
-    for name in ("bin", "state", "tmp"):
+    for name in ("bin", "state"):
         (folder / name).mkdir()
     names = ",".join(machine.name for machine in machines)
     text = CONFIG.format(first=machines[0].name, folder=folder, names=names, cpus=CPUS, gpus=GPUS)
@@ -138,11 +125,8 @@ def _write(folder: Path, machines: Sequence[hosts.Host]) -> None:
     (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-{GPUS - 1}]\n")
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
-    (folder / "bin" / "accel-fsdp").write_text(COMMAND.format(folder=folder, python=sys.executable))
+    (folder / "bin" / "accel-fsdp").write_text(f'#!/bin/bash\nexec {sys.executable} -m accel_fsdp "$@"\n')
     (folder / "bin" / "accel-fsdp").chmod(0o755)
-    for machine in machines:
-        exports = (f"export {name}={value}\n" for name, value in warm_python(str(folder)).items())
-        (folder / f"warm-{machine.name}").write_text("".join(exports))
 
 
 @contextlib.contextmanager

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from conftest import SFT, accel_fsdp
+from conftest import SFT, here
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_fsdp import cli
 from accel_fsdp.errors import UserError
+from accel_fsdp.hardware import host
 from accel_fsdp.launch import meeting, place
 
 YAML = (
@@ -54,7 +54,7 @@ Dry = Callable[..., str]
 
 
 @pytest.fixture
-def dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Dry:
+def dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Dry:
     """What `accel-fsdp launch --dry-run` prints for a YAML, variables and flags, or the error that it ends with."""
     for name in list(os.environ):
         if name.startswith(("SLURM_", "PET_", "SKYPILOT_")):
@@ -64,12 +64,7 @@ def dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         (tmp_path / "job.yaml").write_text(yaml)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        try:
-            code = cli.call(["launch", "--dry-run", *flags, str(tmp_path / "job.yaml"), str(SFT)])
-        except UserError as error:
-            return f"{error.what}\n{error.fix}"
-        assert code == 0, capsys.readouterr()
-        return capsys.readouterr().out
+        return here("launch", "--dry-run", *flags, tmp_path / "job.yaml", SFT).output
 
     return run
 
@@ -91,7 +86,7 @@ CASES: Sequence[tuple[str, Mapping[str, str], Sequence[str], str]] = [
         for name in ENGINES
     ),
     # Fewer processes than GPUs are allowed
-    (f"{YAML}num_machines: 2\nnum_processes: 2\n", SLURM, (), "num_processes 2 ("),
+    (f"{YAML}num_machines: 2\nnum_processes: 2\n", SLURM, (), "uses some of 8 GPUs"),
     (TWO, SLURM, ("--num-processes", "4"), "--num_processes 4 "),
     (TWO, SLURM, ("--num-processes", "16"), "--num-processes 16 is on the command line"),
     (TWO, PODS, ("--num-processes", "4"), "--num-processes 4 is on"),
@@ -99,7 +94,7 @@ CASES: Sequence[tuple[str, Mapping[str, str], Sequence[str], str]] = [
     # SLURM's own variables win
     (TWO, SLURM | TEMPLATE, (), "# SLURM: num_machines 2 ("),
     (ONE_OF_2, TEMPLATE, (), "accelerate launch --config_file"),
-    (TWO, SLURM | {"SLURM_STEP_ID": ""}, (), "this is its batch script itself\nsrun --ntasks-per-node=1"),
+    (TWO, SLURM | {"SLURM_STEP_ID": ""}, (), "fix: srun --ntasks-per-node=1"),
     (TWO, SLURM | {"SLURM_STEP_NUM_TASKS": "8"}, (), "8 tasks on 2 machines (SLURM_STEP_NUM_TASKS)"),
     (TWO, SLURM | {"SLURM_NODEID": "two"}, (), "SLURM_NODEID=two is not a number"),
     (TWO, SLURM | {"SLURM_NODEID": "2"}, (), "SLURM_NODEID 2 of 2 machines"),
@@ -142,35 +137,30 @@ def test_the_first_host_of_slurms_short_lists(name: str, numbers: list[int], wid
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        ("no-such-host.invalid", "the name no-such-host.invalid is unknown"),
+        ("no-such-host.invalid", "this is machine 0, and it doesn't reach itself at no-such-host.invalid"),
         ("localhost", "which no other machine reaches"),
     ],
 )
 def test_where_machines_cannot_meet_is_said_before_ranks_start(address: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        meeting.check_place(address, 29500, 0)
+        meeting.meet(0, 2, address, host.free_port(), {}, seconds=0)
 
 
-def test_a_port_that_is_taken_is_said_with_one_that_is_free() -> None:
+def test_a_port_that_is_taken_is_said() -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=f"port {port} is taken") as refused:
-            meeting.check_place("10.77.0.1", port, 0)
+        with pytest.raises(UserError, match=f"port {taken.getsockname()[1]} is taken") as refused:
+            meeting.meet(0, 2, "10.77.0.1", taken.getsockname()[1], {}, seconds=0)
         assert "--main-process-port" in refused.value.fix
-        meeting.check_place("10.77.0.1", port, 1)
 
 
-@pytest.mark.parametrize("in_file", ["", "main_process_ip: 10.0.0.1\n"])
-def test_a_finding_about_a_flag_names_the_flag(in_file: str, tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(
-        f"distributed_type: MULTI_GPU\nmixed_precision: 'no'\nnum_processes: 2\n{in_file}"
-    )
+def test_a_finding_about_a_flag_names_the_flag(tmp_path: Path) -> None:
+    text = "distributed_type: MULTI_GPU\nmixed_precision: 'no'\nnum_processes: 2\nmain_process_ip: 10.0.0.1\n"
+    (tmp_path / "job.yaml").write_text(text)
     (tmp_path / "own.py").write_text("print(1)\n")
     flags = ["--num-machines", "2", "--machine-rank", "0", "--main-process-ip", "127.0.0.1"]
-    finished = accel_fsdp("launch", *flags, tmp_path / "job.yaml", tmp_path / "own.py")
+    finished = here("launch", *flags, tmp_path / "job.yaml", tmp_path / "own.py")
     assert finished.code == 1
-    said = " ".join(finished.output.split())
-    assert "job.yaml: error AF415: --main-process-ip 127.0.0.1 and 2 machines" in said
-    assert "fix: --main-process-ip: an address of machine 0" in said
+    assert "job.yaml: error AF415: --main-process-ip 127.0.0.1 and 2 machines" in finished.text
+    assert "fix: --main-process-ip: an address of machine 0" in finished.text

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT, accel_fsdp
+from conftest import ROOT, accel_fsdp, here
 
 ALONE = "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmixed_precision: 'no'\nnum_processes: 1\n"
 SAVES_AND_STOPS = """import os, signal, sys, time
@@ -100,7 +100,7 @@ def test_processes_that_mpirun_starts_are_not_started_again(
     (tmp_path / "own.py").write_text(SAYS_WHO)
     if mpi:
         monkeypatch.setenv(mpi, "2")
-    finished = accel_fsdp("launch", "--dry-run", tmp_path / "job.yaml", tmp_path / "own.py")
+    finished = here("launch", "--dry-run", tmp_path / "job.yaml", tmp_path / "own.py")
     assert ("accelerate launch --multi_gpu" in finished.output) == (not mpi), finished.output
     assert "ACCELERATE_USE_CPU=" in finished.output
 
@@ -109,7 +109,7 @@ def test_without_mpirun_a_hostfile_is_refused(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "job.yaml").write_text(f"{CPUS}mpirun_config:\n  mpirun_hostfile: hosts\n")
     (tmp_path / "own.py").write_text(SAYS_WHO)
     monkeypatch.setenv("PATH", str(tmp_path))
-    finished = accel_fsdp("launch", tmp_path / "job.yaml", tmp_path / "own.py")
+    finished = here("launch", tmp_path / "job.yaml", tmp_path / "own.py")
     assert finished.code == 1
     assert "mpirun or mpiexec were not found" in finished.output
     assert "Traceback" not in finished.output

@@ -4,11 +4,12 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import Finished, accel_fsdp, at_once, made_yaml
+from conftest import Finished, accel_fsdp, at_once, here, made_yaml
 
 from accel_fsdp.launch import launcher
 
@@ -58,18 +59,6 @@ Trainer(LlamaForCausalLM(config), args, train_dataset=rows, callbacks=[Sleeps(),
 """
 
 
-def yaml_of(folder: Path) -> Path:
-    """The YAML of a job with two ranks."""
-    path = folder / "job.yaml"
-    path.write_text(made_yaml(model="llama-3.1-8b", num_processes="2", mixed_precision="no"))
-    return path
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Path:
-    return yaml_of(tmp_path)
-
-
 SLEEPING = {
     "torch": (DDP, r"  rank 0: \S+own\.py:14 in <module>$"),
     "accelerate": (ACCELERATE, r"  rank 0: (\w+, )?\S+own\.py:18 in <module>$"),
@@ -83,16 +72,16 @@ def asleep(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
     launches = []
     for kind, (body, _) in SLEEPING.items():
         folder = tmp_path_factory.mktemp(kind)
-        job, script = yaml_of(folder), folder / "own.py"
+        job, script = folder / "job.yaml", folder / "own.py"
+        text = made_yaml(model="llama-3.1-8b", num_processes="2", mixed_precision="no")
         if body == ACCELERATE:
-            text = job.read_text().replace("TRANSFORMER_BASED_WRAP", "NO_WRAP")
-            job.write_text(re.sub(r".*layer_cls.*\n", "", text))
+            text = re.sub(r".*layer_cls.*\n", "", text.replace("TRANSFORMER_BASED_WRAP", "NO_WRAP"))
+        job.write_text(text)
         script.write_text(BEGIN.removeprefix("\n") + body.replace("OUT", str(folder / "run")))
         launches.append(partial(accel_fsdp, "launch", "--no-check", "--hang-timeout", SECONDS, job, script))
     return dict(zip(SLEEPING, at_once(launches), strict=True))
 
 
-@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("kind", SLEEPING)
 def test_a_rank_that_sleeps_ends_the_job_which_says_where_ranks_were(kind: str, asleep: dict[str, Finished]) -> None:
     ended, (_, waits) = asleep[kind], SLEEPING[kind]
@@ -101,9 +90,8 @@ def test_a_rank_that_sleeps_ends_the_job_which_says_where_ranks_were(kind: str, 
     assert re.search(r"  rank 1: \S+own\.py:8 in sleep$", ended.output, re.MULTILINE), ended.output
     folder = re.search(r"their stacks are in (\S+):", ended.output)
     assert folder is not None
-    stacks = Path(folder[1])
-    assert 'own.py", line 8 in sleep' in (stacks / "rank_1").read_text()
-    shutil.rmtree(stacks)
+    assert 'own.py", line 8 in sleep' in (Path(folder[1]) / "rank_1").read_text()
+    shutil.rmtree(folder[1])
 
 
 SCRIPTS = {
@@ -114,10 +102,8 @@ SCRIPTS = {
         "if __name__ == '__main__':\n    own = spawn.Process(target=show, args=(Own(),))\n    own.start(); own.join()\n"
     ),
     "error": "def f():\n    raise ValueError('x')\ntry:\n    f()\nexcept ValueError as error:\n    {}['a']\n",
-    "hook": "import sys\nsys.excepthook = lambda *all: print('own', all[0])\n1 / 0\n",
     "syntax": "print(1)\nif:\n",
     "exit": "import sys, atexit\natexit.register(print, 'last')\nsys.exit('why')\n",
-    "code": "raise SystemExit(7)\n",
     "thread": (
         "import pickle, sys, threading, time\nclass Own:\n    pass\n"
         "def later():\n    time.sleep(0.3)\n    print(pickle.loads(pickle.dumps(Own())), sys.argv)\n"
@@ -126,28 +112,25 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.slow(but=3)
-@pytest.mark.parametrize(
-    ("kind", "before"),
-    [
-        *((kind, (launcher.LEAVES_STACKS,)) for kind in SCRIPTS),
-        *((kind, (launcher.ON_CPU,)) for kind in ("names", "error")),
-    ],
-)
-def test_a_script_of_a_launch_runs_as_python_runs_it(kind: str, before: tuple[str, ...], tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(SCRIPTS[kind])
+def test_a_script_of_a_launch_runs_as_python_runs_it(tmp_path: Path) -> None:
     (tmp_path / "own_helper.py").touch()
+    for kind, text in SCRIPTS.items():
+        (tmp_path / f"{kind}.py").write_text(text)
 
-    def run(*before: str) -> tuple[int, str, str]:
-        words = [sys.executable, *before, "own.py", "--a", "b"]
+    def run(case: tuple[str, ...]) -> tuple[int, str, str]:
+        words = [sys.executable, *case, "--a", "b"]
         done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=300)
         return done.returncode, done.stdout, done.stderr
 
-    assert run(*before) == run()
+    cases = [(launcher.LEAVES_STACKS, f"{kind}.py") for kind in SCRIPTS]
+    cases += [(launcher.ON_CPU, "names.py"), (launcher.ON_CPU, "error.py")]
+    with ThreadPoolExecutor(2) as pool:
+        by_python = dict(zip(SCRIPTS, pool.map(run, [(f"{kind}.py",) for kind in SCRIPTS]), strict=True))
+        for (program, script), ended in zip(cases, pool.map(run, cases), strict=True):
+            assert ended == by_python[script.removesuffix(".py")], (program, script)
 
 
-@pytest.mark.parametrize("seconds", ["-1", "inf", "nan"])
-def test_a_time_that_cannot_be(seconds: str, job: Path) -> None:
-    refused = accel_fsdp("launch", "--hang-timeout", seconds, job, "own.py")
-    assert refused.code == 2
-    assert f"error: --hang-timeout {seconds}" in refused.output
+@pytest.mark.parametrize("words", ["--hang-timeout -1", "--hang-timeout inf", "--hang-timeout nan", "--timeout 0"])
+def test_a_time_that_cannot_be(words: str) -> None:
+    refused = here("launch", *words.split(), "job.yaml", "own.py")
+    assert (refused.code, f"error: {words}" in refused.output) == (2, True), refused.output

@@ -35,7 +35,6 @@ def written(name: str, folder: Path, named: bool = True) -> Path:
 
 @pytest.mark.parametrize("name", NESTED)
 def test_layer_classes_and_parameters_are_those_of_the_class_that_the_config_names(name: str, tmp_path: Path) -> None:
-    """`benchmarks/model_classes.py` does it for all of them."""
     facts = models.read_model(str(written(name, tmp_path)))
     kind = getattr(transformers, name)
     with torch.device("meta"):

@@ -16,7 +16,6 @@ from accel_fsdp.prediction import trace_store
 
 @pytest.mark.slow
 def test_each_rank_holds_what_is_predicted(tmp_path: Path) -> None:
-    """Of two ranks; `benchmarks/axes.py` starts four."""
     seen = axes.held(2, tmp_path)
     assert len([mesh for kind in seen.values() for mesh in kind]) == 8
     for kind, by_mesh in seen.items():

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from accel_fsdp.checkpoints import completeness
 
-KILLS = ROOT / "benchmarks" / "kills_case.py"
+KILLS = ROOT / "tests" / "killing.py"
 MOMENTS = ROOT / "tests" / "moments.py"
 STEPS, SAVED, GLOBAL_BATCH = 8, 4, 12
 TOLERANCE = 1e-4

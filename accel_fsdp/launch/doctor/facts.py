@@ -13,9 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from accel_fsdp import atomic_files
-from accel_fsdp.errors import is_installed
+from accel_fsdp.errors import is_installed, versions
 from accel_fsdp.hardware import host
-from accel_fsdp.launch import agreement, python_child
+from accel_fsdp.launch import python_child
 from accel_fsdp.units import MIB
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -74,7 +74,7 @@ def look(folder: Path) -> Facts:
         interfaces=[name for _, name in socket.if_nameindex()],
         system=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),
-        versions=agreement.versions(),
+        versions=versions(),
         torch_cuda=_torch_cuda(),
         gpus=gpus,
         driver=driver,

@@ -11,9 +11,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import atomic_files
+from accel_fsdp import atomic_files, errors
 from accel_fsdp.checkpoints import file_names, summary
-from accel_fsdp.launch import agreement
 from accel_fsdp.launch_environment import LaunchEnvironment
 
 
@@ -29,7 +28,7 @@ class RunRecord:
         self.content: dict[str, Any] = {
             "status": "running",
             "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "versions": {"python": platform.python_version(), **agreement.versions()},
+            "versions": {"python": platform.python_version(), **errors.versions()},
             "machine": {"host": platform.node(), "ranks": launch.world_size, **_device()},
             "config": launch.settings,
             "arguments": dict(arguments),

@@ -1,0 +1,208 @@
+"""`train/sft.py` on two machines: it learns as one process does, and ends on both where they differ or one fails."""
+
+import json
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import hosts
+import pytest
+from conftest import ROOT, SFT, Finished, made_yaml
+from reference import Reference, job_words, losses_of, train
+from safetensors.torch import load_file, save_file
+
+from accel_fsdp.errors import UserError
+from accel_fsdp.training import arguments
+
+pytestmark = pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing())
+HANGING = ROOT / "tests" / "hanging.py"
+STEPS, PER_RANK, RANKS = 6, 2, 4
+FAULT_AFTER, HANG_SECONDS = 3, 15
+SECONDS = 120
+ELASTIC = {
+    "PET_NNODES": "1:2",
+    "PET_NPROC_PER_NODE": "2",
+    "PET_MAX_RESTARTS": "3",
+    "PET_RDZV_BACKEND": "c10d",
+    "PET_RDZV_ENDPOINT": "n1:29455",
+    "PET_RDZV_ID": "elastic",
+    "PET_RDZV_CONF": "last_call_timeout=10",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
+"""What Kubeflow tells torchrun of an elastic job."""
+Launchers = list["subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def machines() -> Iterator[list[hosts.Host]]:
+    with hosts.network("n1", "n2") as machines:
+        yield machines
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model: Path, text_data: Path) -> Reference:
+    return train(tiny_model, text_data, steps=STEPS, global_batch=PER_RANK * RANKS)
+
+
+class Job:
+    """A job of two machines with two ranks each."""
+
+    def __init__(self, folder: Path, model: Path, data: Path, machines: list[hosts.Host]) -> None:
+        self.folder, self.run, self.machines = folder, folder / "run", machines
+        self.model, self.data = folder / "model", folder / "rows.jsonl"
+        shutil.copytree(model, self.model)
+        shutil.copy(data, self.data)
+        self.yaml = self.write()
+        self.words = job_words(self.model, self.data, self.run, STEPS, PER_RANK, save_steps=2)
+
+    def write(self, **flags: str) -> Path:
+        machines = {"num_processes": "4", "num_machines": "2", "main_process_ip": "n1", "mixed_precision": "no"}
+        (yaml := self.folder / "job.yaml").write_text(made_yaml(model=str(self.model), **machines, **flags))
+        return yaml
+
+    def launch(self, script: Path, of_second: list[str], engine: Callable[[int], dict[str, str]]) -> Launchers:
+        words = ["-m", "accel_fsdp", "launch", "--hang-timeout", str(HANG_SECONDS), self.yaml, script, *self.words]
+        return [host.start([*words, *of_second * rank], **engine(rank)) for rank, host in enumerate(self.machines)]
+
+    def torchrun(self, script: Path, of_second: list[str], **environment: str) -> Launchers:
+        words = ["-m", "torch.distributed.run", script, *self.words, "--accelerate_config", self.yaml]
+        return [host.start([*words, *of_second * rank], **environment) for rank, host in enumerate(self.machines)]
+
+    def fault(self, kind: str) -> dict[str, str]:
+        """What makes rank 3 fail after a step."""
+        note = str(self.folder / "note")
+        return {"HANG": kind, "HANG_STEP": str(FAULT_AFTER), "HANG_RANK": "3", "HANG_NOTE": note}
+
+    def failing(self, kind: str) -> Launchers:
+        """A launch whose rank 3 has begun to fail."""
+        return self.until_fault(self.launch(HANGING, [], lambda rank: {**kubeflow(rank), **self.fault(kind)}))
+
+    def until_fault(self, started: Launchers) -> Launchers:
+        deadline = time.monotonic() + SECONDS
+        while not (self.folder / "note").exists():
+            if time.monotonic() > deadline or any(process.poll() is not None for process in started):
+                pytest.fail(str([process.output for process in hosts.all_ended(started, 5)]))
+            time.sleep(0.1)
+        return started
+
+
+@pytest.fixture
+def job(tmp_path: Path, tiny_model: Path, text_data: Path, machines: list[hosts.Host]) -> Job:
+    return Job(tmp_path, tiny_model, text_data, machines)
+
+
+def kubeflow(rank: int) -> dict[str, str]:
+    numbers = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": str(rank)}
+    return {**numbers, "PET_MASTER_ADDR": "n1", "PET_MASTER_PORT": "29431"}
+
+
+def slurm(rank: int) -> dict[str, str]:
+    step = {"NUM_NODES": "2", "NUM_TASKS": "2", "NODELIST": "n[1-2]"}
+    job = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NODEID": str(rank)}
+    return job | {f"SLURM_STEP_{name}": value for name, value in step.items()}
+
+
+JOBS: Mapping[str, tuple[str, Callable[[int], dict[str, str]], str]] = {
+    "FSDP2 under Kubeflow": ("2", kubeflow, "FSDP2: 4"),
+    "FSDP1 under SLURM": ("1", slurm, "FSDP1 HYBRID_SHARD: 3"),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_hybrid_sharding_learns_as_one_process_does(name: str, job: Job, reference: Reference) -> None:
+    """Each machine may read its data, log and wait in its own way."""
+    version, engine, units = JOBS[name]
+    job.write(fsdp_version=version, strategy="4")
+    own = ["--dataset_num_proc", "1", "--hang_timeout", "700", "--run_name", "second"]
+    first, second = hosts.all_ended(job.launch(SFT, own, engine), SECONDS)
+    assert (first.code, second.code) == (0, 0), first.output + second.output
+    assert f"{units} units, each rank holds 0.03 M of 0.06 M" in first.output + second.output
+    assert losses_of(job.run, STEPS) == pytest.approx(reference.losses, abs=1e-4)
+
+
+DIFFERENT = ("seed", "gradient_accumulation_steps", "weights", "tokenizer", "rows", "rows.content")
+
+
+def test_ranks_of_any_launcher_refuse_what_they_were_told_or_have_loaded_otherwise(job: Job) -> None:
+    """torchrun compares nothing, and numbers the machines as they come. Each rank loads the weights itself."""
+    job.write(ram_efficient_loading="false")
+    shutil.copytree(job.model, other := job.folder / "other")
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] *= 1.01
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    content = json.loads((other / "tokenizer.json").read_text())
+    content["model"]["merges"].pop()
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    (fewer := job.folder / "fewer.jsonl").write_text("".join(job.data.read_text().splitlines(keepends=True)[:40]))
+    for source, target in ((other, job.model), (fewer, job.data)):  # at the same path, on the second machine
+        subprocess.run([*job.machines[1].before, "mount", "--bind", str(source), str(target)], check=True)
+    environment = {**ELASTIC, "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1"}
+    words = ["--seed", "7", "--gradient_accumulation_steps", "2"]
+    for machine in hosts.all_ended(job.torchrun(SFT, words, **environment), SECONDS):
+        assert machine.code == 1
+        assert "host memory while loading" not in machine.output  # which the first step is preceded by
+        for name in DIFFERENT:
+            assert re.search(
+                rf"^    {re.escape(name)} +\w+ +\d \(n\d\)\n +\w+ +\d \(n\d\)$", machine.output, re.MULTILINE
+            ), (
+                name,
+                machine.output,
+            )
+
+
+def says_where(ended: Finished, *ranks: int) -> None:
+    """The job has failed, and the last lines name the place of each rank of the machine."""
+    assert ended.code == 1, ended.output
+    places = ended.output[ended.output.index("where the ranks of this machine were") :]
+    for rank in ranks:
+        assert re.search(rf"^  rank {rank}: (\w+, )?/\S+\.py:\d+ in \w+$", places, re.MULTILINE), ended.output
+
+
+def test_a_rank_that_sleeps_ends_the_job_on_all_machines(job: Job) -> None:
+    first, second = hosts.all_ended(job.failing("wait"), SECONDS)
+    says_where(first, 0, 1)
+    says_where(second, 2, 3)
+    assert re.search(r"  rank 3: \S+/hanging\.py:\d+ in wait$", second.output, re.MULTILINE), second.output
+
+
+def test_a_killed_rank_ends_the_job_on_all_machines(job: Job) -> None:
+    first, second = hosts.all_ended(job.failing("kill"), SECONDS)
+    says_where(first, 0, 1)
+    says_where(second, 2)
+    assert re.search("accel-fsdp: rank [23] ended with exit code ", second.output)  # rank 2 may be noticed first
+    assert "  rank 3: wrote none\n" in second.output
+
+
+def test_a_machine_switched_off_ends_the_job(job: Job) -> None:
+    """Its system closes no connection, and nothing comes."""
+    launchers = job.failing("wait")
+    job.machines[1].cut_power()
+    says_where(hosts.all_ended(launchers, SECONDS)[0], 0, 1)
+
+
+@pytest.mark.slow
+def test_an_elastic_job_goes_on_without_a_machine(job: Job, reference: Reference) -> None:
+    """On two ranks instead of four, with the same rows in each step; as the hint for an elastic Kubeflow job says."""
+    job.words += ["--resume_from_checkpoint", "auto", "--hang_timeout", str(HANG_SECONDS)]
+    launchers = job.until_fault(job.torchrun(HANGING, [], **ELASTIC, **job.fault("wait")))
+    job.machines[1].cut_power()
+    first, _ = hosts.all_ended(launchers, SECONDS)
+    assert first.code == 0, first.output
+    assert "elastic: 2 ranks instead of 4, so --gradient_accumulation_steps 2 instead of 1: steps of 8" in first.output
+    assert losses_of(job.run, STEPS) == pytest.approx(reference.losses, abs=1e-4)
+
+
+def test_a_mesh_of_other_ranks_than_there_are(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an elastic job of hybrid sharding would have after a loss."""
+    (yaml := tmp_path / "job.yaml").write_text(made_yaml(model=str(tiny_model), num_processes="4", strategy="4"))
+    for name, value in {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.argv", [str(SFT), "--accelerate_config", str(yaml), "--output_dir", str(tmp_path / "run")])
+    with pytest.raises(UserError, match=r"lays out 4 ranks .*, and there are 2") as refused:
+        arguments.parse()
+    assert "hybrid sharding can't grow or shrink" in str(refused.value)
