@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import sys
 import types
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
@@ -117,6 +118,10 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str, fix: str = "") -> NoReturn:
         text = message.removeprefix("argument ")
         raise UsageError(text, why="nothing was done", fix=fix or f"{self.prog} --help shows what it takes")
+
+    def print_help(self, file: Any = None) -> None:
+        """Writes the help; argparse's own method ignores a full disk."""
+        sys.stdout.write(self.format_help())
 
 
 def parse(command: str, declared: type, words: Sequence[str], summary: str = "") -> Any:

@@ -180,71 +180,19 @@ def lacks(library: str, finding: str, why: str) -> UserError:
     )
 
 
-SHORTEST = 4
-"""Letters of a name's beginning that stands for it."""
-
-
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns ' Did you mean X?' for the nearest known name, else the empty string."""
     near = nearest(name, known)
     return f" Did you mean {near}?" if near else ""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns the known name that `name` was probably meant to be, else the only one that it begins, else nothing."""
+def nearest(name: str, known: Iterable[str], alike: float = 0.6) -> str:
+    """The known name that is most like `name`, else the only one that it begins; empty without one."""
     by_lower = {candidate.lower(): candidate for candidate in known}
-    near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
-    longer = [candidate for candidate in by_lower if len(name) >= SHORTEST and candidate.startswith(name.lower())]
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=alike)
+    longer = [candidate for candidate in by_lower if len(name) > 3 and candidate.startswith(name.lower())]
     near = near or longer * (len(longer) == 1)
     return by_lower[near[0]] if near else ""
-
-
-def near_key(name: str, known: Iterable[str]) -> str:
-    """The known key that `name` may mean: a typo of it, or the same words and some more."""
-    known = list(known)
-    typo = typo_of(name, known, certain=False)
-    words = [key for key in known if _holds(key, name) or _holds(name, key)]
-    return typo or (words[0] if len(words) == 1 else "")
-
-
-def typo_of(name: str, known: Iterable[str], certain: bool = True) -> str:
-    """The only known key that `name` can be a misspelling of, else the empty string.
-
-    The two differ by at most two wrong, missing, doubled or swapped letters, one in a short name (`ddp_config` counts
-    as `ddp`); they have the same digits, and no second key is as near. If not `certain`, three letters may differ.
-    """
-    name = name.lower()
-    telling = name.rpartition("config_")[2].removeprefix("fsdp_").removesuffix("_config")
-    near = sorted((edits(name, key.lower()), key) for key in known if _digits(key) == _digits(name))
-    limit = min(2 if certain else 3, max(1, len(telling) // 4))
-    if not near or near[0][0] > limit or (len(near) > 1 and near[1][0] <= near[0][0] + (1 if certain else 0)):
-        return ""
-    return near[0][1]
-
-
-def _digits(text: str) -> str:
-    return "".join(letter for letter in text if letter.isdigit())
-
-
-def _holds(long: str, short: str) -> bool:
-    """Whether `short`, of two words or more after its prefix, is the beginning or end of `long`, in whole words."""
-    words, part = long.lower().split("_"), short.lower().split("_")
-    is_part = part == words[: len(part)] or part == words[-len(part) :]
-    return is_part and len(part) < len(words) and len(short.removeprefix("fsdp_").split("_")) > 1
-
-
-def edits(first: str, second: str) -> int:
-    """Damerau's distance: letters to insert, remove, replace or swap with their neighbour."""
-    rows = [list(range(len(second) + 1))]
-    for i, letter in enumerate(first, start=1):
-        row = [i]
-        for j, target in enumerate(second, start=1):
-            best = min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (letter != target))
-            if i > 1 and j > 1 and letter == second[j - 2] and first[i - 2] == target:
-                best = min(best, rows[-2][j - 2] + 1)
-            row.append(best)
-        rows.append(row)
-    return rows[-1][-1]
 
 
 def guard(main: Callable[[], None], interrupted: Callable[[], str] = lambda: "interrupted") -> int:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from accel_fsdp import atomic_files, console, shipped
+from accel_fsdp import atomic_files, console
 from accel_fsdp.command_line import arg, positional
-from accel_fsdp.config import SCRIPT, THIS_FILE, script_arguments
+from accel_fsdp.config import SCRIPT, THIS_FILE, header, script_arguments
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 
 CONFIG = "fsdp2"
@@ -29,7 +29,7 @@ class InitCommand:
 
 
 def configs() -> dict[str, Path]:
-    return {path.stem: path for path in sorted((shipped.source() / "accelerate_configs").glob("*.yaml"))}
+    return {path.stem: path for path in sorted((header.shipped() / "accelerate_configs").glob("*.yaml"))}
 
 
 def init(command: InitCommand) -> int:
@@ -93,7 +93,7 @@ def _contents(config: str, native: bool) -> dict[str, str]:
             fix=f"one of {', '.join(available)}; or make your own: accel-fsdp config -o FILE.yaml",
         )
     names = [SCRIPT, *([NATIVE] if native else []), SCHEMA]
-    texts = {name: (shipped.source() / name).read_text(encoding="utf-8") for name in names}
+    texts = {name: (header.shipped() / name).read_text(encoding="utf-8") for name in names}
     texts[_yaml(config)] = available[config].read_text(encoding="utf-8")
     return {**texts, README: _readme(config, _needed(texts[_yaml(config)], "fsdp.yaml"), native)}
 

@@ -155,7 +155,7 @@ def join(engine: str, ranks: int, device: str) -> None:
 def accelerator_of(case: dict[str, Any], device: str) -> Any:
     """Accelerate's entry, set up as the YAML of `accel-fsdp config` sets it up."""
     if device == "cpu" and case["engine"].startswith("fsdp"):
-        from accel_fsdp import cpu
+        from accel_fsdp.ranks import cpu
 
         os.environ["ACCELERATE_USE_FSDP"] = "true"
         cpu.enable()

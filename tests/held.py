@@ -12,7 +12,7 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from upstream_probe import V1, V2, llama, local, lora, prepared, rank, step
 
-from accel_fsdp import cpu
+from accel_fsdp.ranks import cpu
 
 ODD = {"vocab_size": 67, "hidden_size": 18, "intermediate_size": 37, "num_attention_heads": 3, "num_key_value_heads": 1}
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")

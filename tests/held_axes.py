@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from upstream_probe import local, rank
 
-from accel_fsdp import cpu
+from accel_fsdp.ranks import cpu
 
 
 def held(folder: Path, sizes: dict[str, int]) -> dict[str, int]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
-from accel_fsdp import cpu
+from accel_fsdp.ranks import cpu
 
 
 def on_ranks(ranks: int, folder: Path, function: Callable[..., Any], *args: Any) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from accel_fsdp import cpu
 from accel_fsdp.errors import guard
+from accel_fsdp.ranks import cpu
 
 NATIVE = Path(__file__).parent.parent / "train" / "native.py"
 

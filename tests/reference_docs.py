@@ -10,11 +10,11 @@ from typing import Any
 
 from known_issues import PAINS, UNSEEN
 
-from accel_fsdp import api, atomic_files, linter, svg
+from accel_fsdp import api, atomic_files, linter
 from accel_fsdp.config import BY_NAME, EXACT, FIELDS, NUMBERED, Engine, Field, Kind, full_name, short_name
 from accel_fsdp.linter.rules import SECTIONS
 from accel_fsdp.models import CAUSAL, catalogue, model_facts
-from accel_fsdp.planner import html_report
+from accel_fsdp.planner import html_report, svg
 from accel_fsdp.prediction import trace_store
 from accel_fsdp.wizard import MODEL, PRESETS, interview, to_yaml
 

@@ -44,12 +44,12 @@ HEAVY = {"torch", "transformers", "accelerate", "datasets", "peft"}
 MAY_PRINT = {
     "console",
     "errors",
-    "cpu",
+    "ranks.cpu",
     "launch.launcher",
     "ranks.on_cpu",
 }  # all but console speak before it can be imported
 PATCHING = {
-    "cpu",
+    "ranks.cpu",
     "launch.starting",
     "ranks.gpu_as_cpu",
     "ranks.observing",

@@ -177,7 +177,6 @@ LONG = "a" * 300
     [
         *WRITERS.values(),
         ("init",),
-        ("check", "accelerate_configs/fsdp2.yaml", "--checkpoint"),
         ("plan", "--gpus", "8xH100", "--model"),
         ("launch", "accelerate_configs/fsdp2.yaml"),
     ],

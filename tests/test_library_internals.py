@@ -66,7 +66,7 @@ def declared() -> set[str]:
 
 def test_what_is_declared_is_there(declared: set[str]) -> None:
     assert len(declared) > 40
-    assert {"cpu", "training.trainer", "prediction.tracing.cuda_emulation"} <= set(DECLARING)
+    assert {"ranks.cpu", "training.trainer", "prediction.tracing.cuda_emulation"} <= set(DECLARING)
 
 
 def test_each_inner_method_that_is_overridden_is_declared(declared: set[str]) -> None:
@@ -191,7 +191,7 @@ def test_fsdp_on_cpu_is_refused_where_torch_has_changed(change: str, message: st
 import sys
 import torch.distributed.fsdp
 {change.format("torch.distributed.fsdp")}
-from accel_fsdp import cpu
+from accel_fsdp.ranks import cpu
 from accel_fsdp.errors import guard
 sys.exit(guard(cpu.enable))
 """
@@ -223,7 +223,8 @@ def test_a_patch_asks_for_nothing_where_it_is_not_needed() -> None:
     ],
 )  # fmt: skip
 def test_fsdp_on_cpu_is_refused_where_accelerate_has_changed(change: str, message: str) -> None:
-    code = f"{change}\nimport sys\nfrom accel_fsdp import cpu, errors\nsys.exit(errors.guard(cpu.enable))"
+    imports = "import sys\nfrom accel_fsdp import errors\nfrom accel_fsdp.ranks import cpu"
+    code = f"{change}\n{imports}\nsys.exit(errors.guard(cpu.enable))"
     done = python(code, **RANK)
     assert done.code == 1
     assert f"error: accelerate {metadata.version('accelerate')} {message}" in done.output

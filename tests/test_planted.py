@@ -102,4 +102,4 @@ def test_every_child_is_started_in_one_way() -> None:
     """No module names Python's interpreter but the one that starts it, and where a user's script takes its place."""
     finished = subprocess.run(["grep", "-rlF", "sys.executable", ROOT / "accel_fsdp"], capture_output=True, text=True)
     names = {Path(line).relative_to(ROOT / "accel_fsdp").as_posix() for line in finished.stdout.splitlines()}
-    assert {name for name in names if name.endswith(".py")} == {"python_child.py"}
+    assert {name for name in names if name.endswith(".py")} == {"launch/python_child.py"}

@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from upstream_probe import V1, V2, local, prepared
 
-from accel_fsdp import cpu
+from accel_fsdp.ranks import cpu
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STRATEGIES = {1: "FULL_SHARD", 2: "SHARD_GRAD_OP", 3: "NO_SHARD"}

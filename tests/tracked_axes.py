@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig, expert_parallel
 from upstream_probe import local
 
-from accel_fsdp import cpu
+from accel_fsdp.ranks import cpu
 
 
 def saved(setting: dict[str, Any], folder: Path) -> Path:

@@ -20,10 +20,10 @@ import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch.distributed.checkpoint.api import CheckpointException
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from accel_fsdp import cpu
 from accel_fsdp.launch import launcher
+from accel_fsdp.ranks import cpu
 
 COLLECTIVE_SECONDS = 60
 LAYER = "LlamaDecoderLayer"
@@ -105,16 +105,6 @@ def make_trainer(
     pins = {"dataloader_pin_memory": False}
     args = TrainingArguments(output_dir=str(folder), **{**fixed, **quiet, **pins, **options})
     return Trainer(model=model, args=args, train_dataset=ROWS, eval_dataset=ROWS[:4], callbacks=callbacks)
-
-
-class AtStart(TrainerCallback):
-    """Keeps what `look(model, optimizer)` says when a run has loaded its checkpoint and makes its first step."""
-
-    def __init__(self, look: Callable[[Any, Any], Any]) -> None:
-        self.look, self.seen = look, None
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **have: Any) -> None:
-        self.seen = self.look(have["model"], have["optimizer"])
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import BertConfig, CLIPConfig, PreTrainedConfig, T5Config, Trainer, TrainingArguments, ViTConfig
+from transformers import BertConfig, CLIPConfig, PreTrainedConfig, T5Config, ViTConfig
 from upstream_probe import (
     FULL,
     LAYER,
@@ -207,18 +207,6 @@ def label_smoothing(folder: Path) -> Any:
         return float(trainer.evaluate()["eval_loss"])
 
     return {name: [loss(value, factor) for factor in (0.0, 1e-9)] for name, value in {"FSDP1": V1, "FSDP2": V2}.items()}
-
-
-def held_out_loss(folder: Path) -> Any:
-    """Of three rows, the last with five times the labels: Trainer's mean, and that of one process."""
-    launched(V1)
-    ids = torch.arange(24).view(3, 8)
-    labels = torch.where(torch.tensor([[1], [1], [6]]) < torch.arange(8, 0, -1), -100, ids)
-    args = TrainingArguments(str(folder), report_to="none", disable_tqdm=True, dataloader_pin_memory=False)
-    rows = [{"input_ids": row_ids, "labels": wanted} for row_ids, wanted in zip(ids, labels, strict=True)]
-    with torch.no_grad():
-        alone = llama()(input_ids=ids, labels=labels).loss.item()
-    return {"Trainer": Trainer(llama(), args, eval_dataset=rows).evaluate()["eval_loss"], "alone": alone}
 
 
 def copies_of_one_rank(folder: Path) -> Any:

@@ -30,12 +30,13 @@ from torch.utils.data import DataLoader, DistributedSampler
 from transformers import DataCollatorForSeq2Seq, HfArgumentParser
 from transformers.initialization import no_init_weights
 
-from accel_fsdp import atomic_files, console, cpu, models
+from accel_fsdp import atomic_files, console, models
 from accel_fsdp.checkpoints import completeness, file_names, resumed_pickles
 from accel_fsdp.errors import UserError, guard
 from accel_fsdp.exporter import exported_folder
 from accel_fsdp.hardware import host
 from accel_fsdp.launch_environment import LaunchEnvironment
+from accel_fsdp.ranks import cpu
 from accel_fsdp.training import patches
 from accel_fsdp.training.data import DataArguments, load, tokenizing
 from accel_fsdp.units import counted, gib_or_mib

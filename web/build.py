@@ -19,8 +19,8 @@ from string import Template
 import npm
 import pages
 
-from accel_fsdp import console, html_page
-from accel_fsdp.planner import browser
+from accel_fsdp import console
+from accel_fsdp.planner import browser, html_page
 from accel_fsdp.planner.browser import Input
 
 HERE = Path(__file__).parent

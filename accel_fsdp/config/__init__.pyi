@@ -16,16 +16,6 @@ from .header import script_arguments as script_arguments
 from .header import with_header as with_header
 from .job_config import NULL_IS_ABSENT as NULL_IS_ABSENT
 from .job_config import JobConfig as JobConfig
-from .native import EXPERT_FIELD as EXPERT_FIELD
-from .native import EXPERT_FLAG as EXPERT_FLAG
-from .native import NATIVE_AXES as NATIVE_AXES
-from .native import NATIVE_SIZES as NATIVE_SIZES
-from .native import ROW_AXES as ROW_AXES
-from .native import expert_refusal as expert_refusal
-from .native import mesh_fits as mesh_fits
-from .native import row_axis as row_axis
-from .native import row_refusal as row_refusal
-from .native import whole_mesh as whole_mesh
 from .schema import AXES as AXES
 from .schema import BY_NAME as BY_NAME
 from .schema import DATA_AXES as DATA_AXES
@@ -52,6 +42,8 @@ from .vocabulary import DEFAULT_ZERO_STAGE as DEFAULT_ZERO_STAGE
 from .vocabulary import DISTRIBUTED_TYPES as DISTRIBUTED_TYPES
 from .vocabulary import DTYPES as DTYPES
 from .vocabulary import ENGINE_NAMES as ENGINE_NAMES
+from .vocabulary import EXPERT_FIELD as EXPERT_FIELD
+from .vocabulary import EXPERT_FLAG as EXPERT_FLAG
 from .vocabulary import FSDP_VERSIONS as FSDP_VERSIONS
 from .vocabulary import HYBRID as HYBRID
 from .vocabulary import LONG_DTYPES as LONG_DTYPES

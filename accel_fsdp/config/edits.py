@@ -27,7 +27,7 @@ def apply(document: Any, edits: Iterable[Edit]) -> None:
     edits = list(edits)
     for edit in edits:
         _apply(document, edit)
-    if edits:
+    if edits and not document.is_json:
         text = yaml_file.text_of(document, yaml_file.indent_of(document.source))
         lines, kept = (list(map(str.strip, part.splitlines())) for part in (document.source, text))
         lost = [line for line in lines if line.startswith("#") and line not in kept]

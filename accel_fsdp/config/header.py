@@ -22,8 +22,14 @@ THIS_FILE = "THIS_FILE"
 SCRIPT = "train/sft.py"
 EXAMPLE = ("--dataset_name", "train/data/fsdp_chat", "--output_dir", "runs/first")
 """The example data and output folder of a launch line, to be replaced by the user."""
+PACKAGE = Path(__file__).parents[1]
 IN_A_CLONE = {SCRIPT: "accel-fsdp init . copies it", EXAMPLE[1]: "name data of your own"}
 """The files of a launch line that only a clone of the repository has, each with what to do elsewhere."""
+
+
+def shipped() -> Path:
+    """The folder of `train/` and `accelerate_configs/`: inside an installed package, beside it in a clone."""
+    return PACKAGE / "project" if (PACKAGE / "project").is_dir() else PACKAGE.parent
 
 
 def comment(title: str, made_by: str, launch: str) -> list[str]:

@@ -121,3 +121,8 @@ TARGETS: Mapping[MigrationTarget, str] = {
     "zero3": deepspeed_name(3),
 }
 """Values of `migrate --to`, and their labels."""
+
+
+EXPERT_FIELD = "expert_parallel_size"
+EXPERT_FLAG = f"--{EXPERT_FIELD}"
+"""The flag of `train/sft.py` for experts, which Accelerate has no key for."""

@@ -7,6 +7,8 @@ All YAML files of users pass here before PyYAML or ruamel.yaml makes values of t
 """
 
 import contextlib
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,14 @@ from accel_fsdp.errors import UsageError
 
 MOST_NODES, DEEPEST, LONGEST_NUMBER = 20_000, 100, 1_000
 """Limits of a YAML: keys and values with all aliases expanded, levels, and characters of a number."""
+KINDS = {"timestamp": "date", "int": "number", "float": "number", "bool": "boolean"}
 NO_VALUE = (ValueError, TypeError, IndexError, KeyError, AttributeError)
 """The errors of both parsers for a text that is not of its type, such as an impossible date: they name no line."""
 
 
 def check_text(text: str, path: Path) -> None:
     """Refuses aliases that multiply a few bytes to more than a machine can hold, deep nesting, and endless numbers."""
+    _check_numbers(text, path)
     count, sizes, incomplete = 0, dict[str, int | None](), list[tuple[str, int]]()  # None: not complete
     with contextlib.suppress(yaml.YAMLError):  # the parser reports it
         for event in yaml.parse(text):
@@ -35,8 +39,6 @@ def check_text(text: str, path: Path) -> None:
                 sizes[anchor] = count - before
             elif isinstance(event, yaml.ScalarEvent):
                 sizes[anchor], count = 1, count + 1
-                if event.implicit[0] and event.value[:1].isdigit() and len(event.value) > LONGEST_NUMBER:
-                    raise _refusal(f"{path}:{line}: a number of more than {LONGEST_NUMBER:,} characters")
             elif isinstance(event, yaml.AliasEvent):
                 if (size := sizes.get(anchor, 1)) is None:
                     raise _refusal(f"{path}:{line}: *{anchor} holds itself")
@@ -44,6 +46,14 @@ def check_text(text: str, path: Path) -> None:
             if count > MOST_NODES or len(incomplete) > DEEPEST:
                 limits = f"{MOST_NODES:,} keys and values with aliases expanded, or {DEEPEST} levels"
                 raise _refusal(f"{path}:{line}: more than {limits}, up to here")
+
+
+def _check_numbers(text: str, path: Path) -> None:
+    if match := re.search(rf"(?<![\w:.])\d[\da-fx:_.]{{{LONGEST_NUMBER},}}", text, re.IGNORECASE):
+        *lines, line = text[: match.start()].split("\n")
+        key = re.search(r"([\w.-]+)['\"]?\s*:[^:]*$", line)
+        place = f"{path}:{len(lines) + 1}: {key[1]}" if key else f"{path}:{len(lines) + 1}"
+        raise _refusal(f"{place}: a number of more than {LONGEST_NUMBER:,} characters")
 
 
 def _refusal(what: str) -> UsageError:
@@ -71,12 +81,33 @@ def plain_values(text: str, path: Path) -> Any:
     try:
         return yaml.safe_load(text)
     except NO_VALUE as error:
-        raise no_value(path, error) from error
+        raise no_value(text, path, error) from error
 
 
-def no_value(path: Path, error: Exception) -> UsageError:
-    return UsageError(
-        f"cannot read {path}: a value looks like a date, a number or a boolean, but is not a valid one: {error}",
-        why="parsers convert such text, and fail",
-        fix="correct it, or quote it if it is text",
-    )
+def no_value(text: str, path: Path, error: Exception) -> UsageError:
+    """The error for the first value that is not of its type, such as an impossible date, with its line and key."""
+    for key, node in _scalars(yaml.compose(text)):
+        try:
+            yaml.SafeLoader("").construct_object(node)
+        except NO_VALUE:
+            kind = KINDS.get(node.tag.rpartition(":")[2], "value of another type")
+            return UsageError(
+                f"{path}:{node.start_mark.line + 1}: {f'{key}: ' * bool(key)}{node.value} looks like a {kind}, but is "
+                "not a valid one",
+                why=f"parsers read a {kind} from such text, and fail",
+                fix=f"correct that line, or quote the value if it is text: '{node.value}'",
+            )
+    return UsageError(f"cannot read {path}: {error}", why="the parser fails at a value", fix="correct or quote it")
+
+
+def _scalars(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """The scalars of a node, each with the key that it is under; empty for a key."""
+    if isinstance(node, yaml.ScalarNode):
+        yield key, node
+    elif isinstance(node, yaml.SequenceNode):
+        for inner in node.value:
+            yield from _scalars(inner, key)
+    else:
+        for name, inner in node.value:
+            yield from _scalars(name)
+            yield from _scalars(inner, str(name.value))

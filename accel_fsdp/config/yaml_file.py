@@ -174,7 +174,7 @@ def load(path: Path, doubled: bool = False) -> Any:
             fix="remove all but one",
         ) from error
     except yaml_checks.NO_VALUE as error:
-        raise yaml_checks.no_value(path, error) from error
+        raise yaml_checks.no_value(text, path, error) from error
     except (YAMLError, RecursionError) as error:
         mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
         location = ":".join(map(str, (path, *_place(mark)))) if mark else str(path)

@@ -15,3 +15,11 @@ from .job import recompute_by as recompute_by
 from .layout import FSDP_KINDS as FSDP_KINDS
 from .layout import SHARDING_KINDS as SHARDING_KINDS
 from .layout import Layout as Layout
+from .native import NATIVE_AXES as NATIVE_AXES
+from .native import NATIVE_SIZES as NATIVE_SIZES
+from .native import ROW_AXES as ROW_AXES
+from .native import expert_refusal as expert_refusal
+from .native import mesh_fits as mesh_fits
+from .native import row_axis as row_axis
+from .native import row_refusal as row_refusal
+from .native import whole_mesh as whole_mesh

@@ -5,17 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from accel_fsdp.config import (
-    DEFAULT_ZERO_STAGE,
-    NATIVE_AXES,
-    ROW_AXES,
-    Engine,
-    JobConfig,
-    Precision,
-    made_with,
-    mesh_fits,
-    row_refusal,
-)
+from accel_fsdp.config import DEFAULT_ZERO_STAGE, Engine, JobConfig, Precision, made_with
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import machines
 from accel_fsdp.job import from_arguments
@@ -23,6 +13,7 @@ from accel_fsdp.job.combinations import FLAGS
 from accel_fsdp.job.from_arguments import is_on
 from accel_fsdp.job.job import Job, Recipe
 from accel_fsdp.job.layout import SHARDING_KINDS, Layout
+from accel_fsdp.job.native import NATIVE_AXES, ROW_AXES, mesh_fits, row_refusal
 from accel_fsdp.units import counted
 
 PRECISIONS: dict[str, Precision] = {"bf16": "bf16", "fp16": "fp16", "no": "no"}

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from accel_fsdp.config import EXPERT_FLAG, NATIVE_SIZES, STRATEGIES, Engine, expert_refusal, row_axis, zero_name
+from accel_fsdp.config import EXPERT_FLAG, STRATEGIES, Engine, zero_name
 from accel_fsdp.errors import UsageError
+from accel_fsdp.job.native import NATIVE_SIZES, expert_refusal, row_axis
 from accel_fsdp.models import Divisible
 
 FSDP_KINDS = frozenset({Engine.FSDP1, Engine.FSDP2})

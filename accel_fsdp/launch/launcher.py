@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from accel_fsdp import cpu, ranks
+from accel_fsdp import ranks
 from accel_fsdp.config import DEFAULT_PORT, DISTRIBUTED_TYPES, MULTI_CPU, Engine, JobConfig, yaml_file
 from accel_fsdp.errors import Stopped, UserError, require
 from accel_fsdp.launch import agreement, child_process, last_places, meeting
@@ -29,6 +29,7 @@ from accel_fsdp.launch_environment import (
     LaunchEnvironment,
 )
 from accel_fsdp.models import first_line
+from accel_fsdp.ranks import cpu
 
 REFUSALS = (ValueError, TypeError, KeyError, AttributeError, OverflowError, OSError, RuntimeError)
 """Exceptions that the launcher raises for values that it can't use, and for a missing mpirun."""
@@ -52,11 +53,11 @@ MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 """Variables in which Accelerate finds the number of ranks that mpirun has started."""
 
 MAKES_GLOO_A_DEVICE = re.compile(
-    r"^\s*(import\b[^#\n]*\s|from\s+)accel_fsdp\.(cpu|training)\b"
-    r"|^\s*from\s+accel_fsdp\s+import\s+(\([^)]*|[^#\n]*)\b(cpu|training)\b",
+    r"^\s*(import\b[^#\n]*\s|from\s+)accel_fsdp\.(ranks\.cpu|training)\b"
+    r"|^\s*from\s+accel_fsdp(\.ranks)?\s+import\s+(\([^)]*|[^#\n]*)\b(cpu|training)\b",
     re.MULTILINE,
 )
-"""Matches a script's import of `accel_fsdp.cpu` or `accel_fsdp.training`, with which FSDP runs on gloo."""
+"""Matches a script's import of `accel_fsdp.ranks.cpu` or `accel_fsdp.training`, with which FSDP runs on gloo."""
 ASKS_FOR_CPU = re.compile(r"cpu\s*=\s*True")
 """Matches a script that asks Accelerate or Trainer for the CPU."""
 

@@ -13,7 +13,7 @@ from datetime import timedelta
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp import console, time_limits
+from accel_fsdp import console, waiting
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import host
 from accel_fsdp.launch.agreement import Differs, Settings, difference
@@ -45,7 +45,7 @@ def meet(rank: int, machines: int, address: str, port: int, settings: Settings, 
         with _reach(rank, address, port, seconds if rank else min(seconds, OPEN_SECONDS)) as connection:
             outcome = _outcome(_open(address, port), rank, machines, f"{address}:{port}", settings, deadline)
             if server:
-                time_limits.comes_true(lambda: server.add(READERS, 0) <= 0, OPEN_SECONDS)
+                waiting.comes_true(lambda: server.add(READERS, 0) <= 0, OPEN_SECONDS)
             elif not outcome:
                 connection.settimeout(OPEN_SECONDS)
                 with contextlib.suppress(OSError):
@@ -126,7 +126,7 @@ def _outcome(
             else:
                 if waited >= REPORT_SECONDS:
                     console.say(f"accel-fsdp: {status}, {waited:.0f} s; machine 0 waits at {place}")
-                time_limits.comes_true(lambda: store.check([END]), min(REPORT_SECONDS, left))
+                waiting.comes_true(lambda: store.check([END]), min(REPORT_SECONDS, left))
         outcome: Mapping[str, Any] | None = json.loads(store.get(END))
         return outcome
     except BaseException:

@@ -2,8 +2,10 @@ from . import browser as browser
 from . import command as command
 from . import comparison as comparison
 from . import cost_report as cost_report
+from . import html_page as html_page
 from . import html_report as html_report
 from . import proposal as proposal
+from . import svg as svg
 from . import text_report as text_report
 from . import verdicts as verdicts
 from . import workload as workload

@@ -3,12 +3,13 @@
 from collections.abc import Iterable, Iterator
 from html import escape
 
-from accel_fsdp import __version__, html_page, svg
+from accel_fsdp import __version__
 from accel_fsdp.job import Job
+from accel_fsdp.planner import html_page, svg
+from accel_fsdp.planner.svg import Capacity, Words
 from accel_fsdp.planner.text_report import PlanReport
 from accel_fsdp.prediction import Candidate, Problem, checkpointing_in, rows_in, workspace_bytes
 from accel_fsdp.prediction.memory import KINDS, LETTERS, step, variant_for
-from accel_fsdp.svg import Capacity, Words
 from accel_fsdp.units import GIB, gib_in_figure, number_in_figure
 
 COLUMNS = ("strategy", "memory", "GiB", "fits", "step s", "tokens/s per GPU")

@@ -1,3 +1,4 @@
+from . import cpu as cpu
 from . import flight_records as flight_records
 from . import hang as hang
 from . import holding as holding

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import psutil
 
-from accel_fsdp import frames
-from accel_fsdp.frames import FrameLocation
+from accel_fsdp import waiting
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.ranks import collectives, events, script
+from accel_fsdp.waiting import FrameLocation
 
 WATCHES = "accel-fsdp watch"
 """The name of the threads that watch the script, which often read the system's figures about processes."""
@@ -64,12 +64,12 @@ def _watch(main: int) -> None:
         if stack != place or computed - busy > BUSY * (now - since):
             if reported:
                 events.report("went-on")
-            place, since, busy, delayed, reported = stack, now, computed, frames.delayed_seconds(), 0
+            place, since, busy, delayed, reported = stack, now, computed, waiting.delayed_seconds(), 0
             continue
         seconds = now - since
         is_long = seconds > (COLLECTIVE_SECONDS if location.collective else OTHER_SECONDS)
         is_idle = (
-            location.collective and seconds > IDLE_SECONDS and frames.delayed_seconds() - delayed <= BUSY * seconds
+            location.collective and seconds > IDLE_SECONDS and waiting.delayed_seconds() - delayed <= BUSY * seconds
         )
         if (level := 2 if is_long else int(bool(is_idle))) > reported:
             events.report("still", **_content(location), long=is_long)
@@ -83,12 +83,12 @@ def _content(location: Location) -> dict[str, str]:
 
 def location_of(thread: int) -> Location | None:
     """The location of a thread of this process; None if it has ended."""
-    stack = frames.stack_of(thread)
+    stack = waiting.stack_of(thread)
     if not stack:
         return None
     line = script.line_of([(at.code.co_filename, at.line) for at in reversed(stack)])
     shown = [at for at in stack if not script.is_of_watch(at.code.co_filename)]
-    return Location(line, _collective(stack), frames.text_of(shown))
+    return Location(line, _collective(stack), waiting.text_of(shown))
 
 
 def computed_seconds() -> float:

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from accel_fsdp import cpu
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch_environment import LaunchEnvironment
-from accel_fsdp.ranks import events, gpu_as_cpu, hang, recording, replay, script, watch
+from accel_fsdp.ranks import cpu, events, gpu_as_cpu, hang, recording, replay, script, watch
 from accel_fsdp.ranks.observing import before
 
 

@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp import cpu
 from accel_fsdp.config import LONG_DTYPES
 from accel_fsdp.launch_environment import LaunchEnvironment
-from accel_fsdp.ranks import between_ranks, buffers, events, loss_shares, parts, precision
+from accel_fsdp.ranks import between_ranks, buffers, cpu, events, loss_shares, parts, precision
 from accel_fsdp.ranks.alone import Tensors, Unrepeatable, alone, stepped
 from accel_fsdp.ranks.between_ranks import MOSTLY
 from accel_fsdp.ranks.holding import user_name
@@ -19,7 +18,7 @@ from accel_fsdp.ranks.outputs import tensors_in
 from accel_fsdp.ranks.ratios import EXACT, factor, is_changed, norm, ratio, share_changed
 from accel_fsdp.ranks.recording import KNOWN_OPTIMIZERS, LOCAL_SGD, Recorder
 from accel_fsdp.ranks.records import united
-from accel_fsdp.time_limits import comes_true
+from accel_fsdp.waiting import comes_true
 
 if TYPE_CHECKING:
     import torch

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from accel_fsdp import command_line, console, shipped
-from accel_fsdp.config import SCRIPT, JobConfig, read_config
+from accel_fsdp import command_line, console
+from accel_fsdp.config import SCRIPT, JobConfig, header, read_config
 from accel_fsdp.errors import UsageError, UserError, joined, require
 from accel_fsdp.linter import LintOptions, completed, lint, read_launch
 from accel_fsdp.rehearsal import janitor, prepare, scaled, warm
@@ -62,7 +62,7 @@ def _run(options: RehearseCommand, words: tuple[str, ...], report: Report) -> No
         )
     job = read_config(options.file)[0]
     if options.script is None:
-        words = completed(options.file, job.source, shipped.source() / SCRIPT, words)
+        words = completed(options.file, job.source, header.shipped() / SCRIPT, words)
     model = prepare.model_of(options.model, words)
     report.left_out = list(left_out(job))
     with janitor.folder() as folder:
@@ -83,7 +83,7 @@ def _steps(
     report: Report,
     folder: Path,
 ) -> Iterator[tuple[str, Action]]:
-    script = options.script or shipped.source() / SCRIPT
+    script = options.script or header.shipped() / SCRIPT
     launcher = Rehearsed(folder, script, options.timeout, cold=options.script is not None)
     os.environ |= janitor.mark(folder) | {
         "OMP_NUM_THREADS": "1",

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from accel_fsdp import python_child
+from accel_fsdp.launch import python_child
 
 FOLDER = "ACCEL_FSDP_REHEARSAL"
 """The variable that marks processes of a rehearsal: it names the folder."""

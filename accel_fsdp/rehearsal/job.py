@@ -16,14 +16,14 @@ from typing import TypeAlias
 import psutil
 import yaml
 
-from accel_fsdp import python_child, ranks
+from accel_fsdp import ranks
 from accel_fsdp.config import Engine, JobConfig
 from accel_fsdp.hardware import host
-from accel_fsdp.launch import child_process, launcher
+from accel_fsdp.launch import child_process, launcher, python_child
 from accel_fsdp.ranks import Holding, Location, RankEvent
 from accel_fsdp.rehearsal import warm
 from accel_fsdp.rehearsal.scaled import machines_of
-from accel_fsdp.time_limits import comes_true
+from accel_fsdp.waiting import comes_true
 
 Process: TypeAlias = "subprocess.Popen[bytes] | BaseProcess"
 RANK = "accel_fsdp.ranks"

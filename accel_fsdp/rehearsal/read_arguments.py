@@ -2,9 +2,9 @@
 
 import sys
 
-from accel_fsdp import cpu
 from accel_fsdp.config import SCRIPT
 from accel_fsdp.errors import guard
+from accel_fsdp.ranks import cpu
 
 
 def main() -> None:

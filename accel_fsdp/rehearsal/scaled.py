@@ -4,18 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from accel_fsdp.command_line import parse_command_line
-from accel_fsdp.config import (
-    EXPERT_FLAG,
-    HYBRID,
-    NATIVE_AXES,
-    ROW_AXES,
-    Engine,
-    JobConfig,
-    hybrid_mesh,
-    size_key,
-)
+from accel_fsdp.config import EXPERT_FLAG, HYBRID, Engine, JobConfig, hybrid_mesh, size_key
 from accel_fsdp.errors import UsageError
-from accel_fsdp.job import Layout, from_arguments, from_yaml
+from accel_fsdp.job import NATIVE_AXES, ROW_AXES, Layout, from_arguments, from_yaml
 
 PROCESSES = 2
 """The number of ranks: as many as two cores can run, and enough for shards."""

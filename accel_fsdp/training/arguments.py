@@ -11,11 +11,12 @@ from typing import Any, Literal, NoReturn
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import HfArg
 
-from accel_fsdp import command_line, console, cpu, models
+from accel_fsdp import command_line, console, models
 from accel_fsdp.config import EXPERT_FLAG, Method
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 from accel_fsdp.launch import launcher
 from accel_fsdp.launch_environment import LaunchEnvironment
+from accel_fsdp.ranks import cpu
 from accel_fsdp.training import flag_values, mesh
 from accel_fsdp.training.data import DataArguments
 

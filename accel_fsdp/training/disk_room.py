@@ -12,8 +12,8 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import host
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.models import optimizers
-from accel_fsdp.time_limits import comes_true
 from accel_fsdp.units import distinguishable, gib_or_mib
+from accel_fsdp.waiting import comes_true
 
 SHOWN_SECONDS = 30
 """Seconds that NFS may take to show another machine's new names, by its default acdirmin."""

@@ -16,9 +16,9 @@ from transformers import TrainerCallback
 
 from accel_fsdp import console, library_internals, models
 from accel_fsdp.checkpoints import clean_name
-from accel_fsdp.config import AXES, EXPERT_FLAG, NATIVE_SIZES, ROW_AXES, Engine, Method, mesh_fits
+from accel_fsdp.config import AXES, EXPERT_FLAG, Engine, Method
 from accel_fsdp.errors import UsageError, UserError
-from accel_fsdp.job import Layout
+from accel_fsdp.job import NATIVE_SIZES, ROW_AXES, Layout, mesh_fits
 from accel_fsdp.launch_environment import EXPERT_AXIS, MESH, LaunchEnvironment
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.training import patches

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from transformers import TrainingArguments, set_seed
 
-from accel_fsdp import atomic_files, cpu
+from accel_fsdp import atomic_files
+from accel_fsdp.ranks import cpu
 from accel_fsdp.training.divergence import Diverged
 from accel_fsdp.training.reporting import run_record
 from accel_fsdp.training.trainer import SftTrainer, check_libraries

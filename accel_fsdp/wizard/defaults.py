@@ -26,7 +26,7 @@ def num_machines(context: Context) -> tuple[int, str]:
 
 def engine(context: Context) -> tuple[str, str]:
     if asked := recommended.wanted(context).get("engine"):
-        return asked, "a flag is about it"
+        return asked, "named or needed by a flag"
     candidate = recommended.candidate(context)
     if candidate is None:
         return "fsdp", "PyTorch's own sharding; nothing else to install"

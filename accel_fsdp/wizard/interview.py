@@ -128,10 +128,10 @@ def warnings(session: Interview) -> tuple[str, ...]:
     return notes.warnings(session.settled())
 
 
-def in_words(text: str, between: str = " ") -> str:
-    """Replaces flags by the titles of their questions, or with "_" `between` the words by field names."""
+def in_words(text: str) -> str:
+    """Replaces flags by the titles of their questions."""
     for question in QUESTIONS:
-        text = re.sub(rf"{question.flag}(?![\w-])", question.field.replace("_", between), text)
+        text = re.sub(rf"{question.flag}(?![\w-])", question.title, text)
     return text
 
 

@@ -8,15 +8,7 @@ from typing import Annotated, Any
 
 from accel_fsdp import atomic_files, console
 from accel_fsdp.command_line import arg, positional
-from accel_fsdp.config import (
-    EXPERT_FLAG,
-    TARGETS,
-    MigrationTarget,
-    header,
-    read_config,
-    unreadable,
-    yaml_file,
-)
+from accel_fsdp.config import EXPERT_FLAG, TARGETS, MigrationTarget, header, read_config, unreadable, yaml_file
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.wizard import convert, reading
 from accel_fsdp.wizard.convert import Change
@@ -55,7 +47,8 @@ class Migration:
     changes: tuple[Change, ...] = ()
 
     @property
-    def broken(self) -> tuple[Change, ...]:
+    def lost(self) -> tuple[Change, ...]:
+        """The changes whose meaning can't be kept."""
         return tuple(change for change in self.changes if change.breaks)
 
 
@@ -72,7 +65,7 @@ def migrate(options: MigrateCommand) -> int:
         raise UsageError("migrate -", why="stdin can't be rewritten", fix="accel-fsdp migrate - -o OUT, or --dry-run")
     migration = migrated(path, options.to, options.layer_class)
     _report(path, migration, options)
-    if migration.broken and not options.force:
+    if migration.lost and not options.force:
         raise refusal(path, migration.target, migration.changes)
     if not options.dry_run:
         _write(path, migration, options)

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import gpus, machines
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory import ModelShape
@@ -24,8 +23,7 @@ Known: TypeAlias = "tuple[ModelShape, Mapping[str, Tapes]] | None"
 ROOM_FOR_STATE = 0.8
 """Share of a GPU that they may take; activations need the rest."""
 NO_ADDRESS = (
-    "note: without --main-process-ip a cluster engine has to give the rendezvous address: accel-fsdp "
-    "script makes its job file"
+    "note: without the first machine's address a cluster engine has to give it: accel-fsdp script makes its job file"
 )
 
 
@@ -83,7 +81,7 @@ def checkpoints_in_yaml(context: Context) -> bool:
 
 def warnings(context: Context) -> tuple[str, ...]:
     """Cautions and the plan's objections to settled answers, shown before writing, line by line."""
-    lines = tuple(f"warning: {caution}" for caution in (*validation.cautions(context), *_unknown_gpu(context)))
+    lines = tuple(f"warning: {caution}" for caution in validation.cautions(context))
     if context["method"] == "qlora" and context.model and context.model.fused_experts:
         lines += (f"note: {state_bytes.experts_in_16_bits(context.model.fused_experts)}",)
     if context["num_machines"] > 1 and not context["main_process_ip"]:
@@ -94,19 +92,7 @@ def warnings(context: Context) -> tuple[str, ...]:
     gpus = context.machine.count * context["num_machines"]
     if context["num_processes"] < gpus:
         lines += (f"note: {context['num_processes']} of {gpus} GPUs will be used, one per process",)
-    misfits, host = misfit(context), host_words(context)
-    return (*lines, *misfits, *([f"note: {host}"] if host and not any(host in line for line in misfits) else []))
-
-
-def _unknown_gpu(context: Context) -> tuple[str, ...]:
-    """The planner's refusal of a typed GPU that only its memory size makes usable here."""
-    if context.machine == context.detected or context.machine.accelerator is None:
-        return ()
-    try:
-        gpus.find(context.machine.accelerator)
-    except UserError as error:
-        return (f"{error.what} Its speed is not predicted, and its memory is taken from {context['gpus']}",)
-    return ()
+    return (*lines, *misfit(context))
 
 
 def misfit(context: Context) -> tuple[str, ...]:
@@ -124,14 +110,6 @@ def misfit(context: Context) -> tuple[str, ...]:
     lead = "this leaves too little free memory" if judged.verdict == "tight" else "this doesn't fit"
     better = "; ".join(change.flags for change in remedies(problem, judged.job)) or "a smaller model, or larger GPUs"
     return f"warning: {lead}: {judged.refused or f'it {judged.words}'}", f"  what fits: {better}"
-
-
-def host_words(context: Context) -> str:
-    """The host memory that offload needs per machine; empty without offload."""
-    problem, job = recommended.problem_of(context), recommended.job_of(context)
-    if problem is None or job is None or not job.layout.offload:
-        return ""
-    return f"CPU offload takes {problem.host_need(problem.host(job).training)}"
 
 
 def _misfit_of_state(context: Context) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ def ask(question: Question, context: Context, before: Any) -> Any:
     else:
         answer, shown = _ask_choice(question, context, value if before is None else before, reason)
     if answer is not BACK:
-        console.answered(question.field.replace("_", " "), shown)
+        console.answered(question.title, shown)
     return answer
 
 
@@ -55,7 +55,7 @@ def _ask_choice(question: Question, context: Context, proposed: Any, reason: str
     ]
     free = [choice for choice in choices if not choice.disabled]
     default = next((choice for choice in free if str(choice.value) == str(proposed)), free[0])
-    prompt = _fill(question.prompt, start=2, indent=2)
+    prompt = _fill(question.prompt, start=4, indent=2)  # questionary adds two spaces
     answer = _run(questionary.select(prompt, choices, default=default, instruction=" ", use_jk_keys=False))
     label = next((option.label for option in options if option.value == answer), "")
     return answer, label.rpartition(": ")[0] or label

@@ -110,6 +110,10 @@ class Question:
     def flag(self) -> str:
         return command_line.flag_of(self.field)
 
+    @property
+    def title(self) -> str:
+        return self.field.replace("_", " ")
+
 
 def settle(question: Question, context: Context, value: Any) -> Context:
     """Returns the context with `value` checked and stored as the answer to `question`."""

@@ -24,6 +24,7 @@ from accel_fsdp.config import (
     WrapPolicy,
     zero_name,
 )
+from accel_fsdp.hardware import machines
 from accel_fsdp.units import listed
 from accel_fsdp.wizard import defaults, notes, recommended, validation
 from accel_fsdp.wizard.answers import Answers
@@ -149,11 +150,12 @@ QUESTIONS: tuple[Question, ...] = (
         defaults.num_machines,
         section="",
         check=validation.check_machines,
+        asked=lambda context: machines.parse(context["gpus"])[1] == 1,
         alias="--nodes",
     ),
     Question(
         "seq_len",
-        "How many tokens has a sequence?",
+        "How many tokens per sequence?",
         defaults.seq_len,
         helps=lambda context: recommended.problem_of(context) is not None,
         check=notes.check_length,
@@ -217,7 +219,7 @@ QUESTIONS: tuple[Question, ...] = (
         defaults.always(1, "whole layers; more sum activations over the ranks several times in each layer"),
         applies=lambda context: context.engine is Engine.FSDP2,
         helps=never,
-        check=validation.check_tensor,
+        check=validation.check_axis("tp"),
         metavar="N",
     ),
     Question(
@@ -226,7 +228,7 @@ QUESTIONS: tuple[Question, ...] = (
         defaults.always(1, "each rank gathers all experts of a layer; more send tokens to the experts' ranks"),
         applies=lambda context: context.engine is Engine.FSDP2,
         helps=never,
-        check=validation.check_experts,
+        check=validation.check_axis("ep"),
         metavar="N",
     ),
     _keyed(

@@ -1,19 +1,16 @@
 """The answers that can't be used, each with its reason: unsuitable options, values that would fail. Pure."""
 
 import re
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 from accel_fsdp.config import DEFAULT_PORT, Engine
-from accel_fsdp.errors import UNPRINTABLE, UsageError, UserError, nearest
+from accel_fsdp.errors import UNPRINTABLE, UsageError, UserError
 from accel_fsdp.hardware import gpus, machines
 from accel_fsdp.job import Clash, Job, Layout, Recipe, clashes, combinations
 from accel_fsdp.models import CAUSAL, Divisible, catalogue, check_layer_classes
 from accel_fsdp.wizard.question import Context, engine_of
 
-LOOKALIKES = str.maketrans("OoIl", "0011")
-"""Letters that people type in place of digits."""
-MEMORY_MATTERS = "a GPU's memory decides what fits"
 LONGEST_PATH, LONGEST_SHOWN = 1024, 80
 MOST_RANKS = 1_000_000
 """The largest plausible number of machines or processes; a larger one is taken for a typing error."""
@@ -103,39 +100,18 @@ def check_model(context: Context, value: Any) -> str:
 def check_gpus(context: Context, value: Any) -> str:
     """Refuses text that doesn't describe a machine, and a GPU whose memory can't be known."""
     text = str(value).strip()
-    try:
-        machine, number = machines.parse(text)
-    except UsageError as error:
-        raise UsageError(error.what, why=error.why, fix=f"{error.fix}; --gpus cpu without any") from error
-    name = machine.accelerator
+    machine, name = machines.parse(text)[0], machines.parse(text)[0].accelerator
     if name is None or text == machines.describe(context.detected):
         return text
-    text = machines.as_typed(machine, number)
-    if name.lower() == "cpu":
-        raise _wrong_gpus(text, "a machine without GPUs is called cpu", "processes have a separate flag", "cpu")
-    if machine.count * number > MOST_RANKS:
-        raise _wrong_gpus(text, f"that is {machine.count * number:,} GPUs", "no cluster has them", "8xH100")
-    lookalike = name.translate(LOOKALIKES)
-    typed_wrong = not gpus.is_known(name) and gpus.is_known(lookalike)
-    if suggestion := gpus.with_size(name) or (gpus.find(lookalike).name if typed_wrong else ""):
-        what = f"{name} is an unknown GPU. Did you mean {suggestion}?"
-        raise _wrong_gpus(text, what, MEMORY_MATTERS, text.replace(name, suggestion))
-    if gpus.is_known(name):
-        gpus.find(name, machine.memory_gib)
-    elif not machine.memory_gib and gpus.is_npu(name):
-        raise _wrong_gpus(text, f"{name} is not in the table of GPUs", MEMORY_MATTERS, f"{text}-{gpus.NPU_MEMORY}")
-    elif not machine.memory_gib:  # with it, the GPU is just missing from the table
-        names = dict.fromkeys(gpu.name for gpu in gpus.GPUS)
-        near = nearest(name, names)
-        what = f"{name} is an unknown GPU." + (f" Did you mean {near}?" if near else "")
-        first = f"{text.replace(name, near)}; or " if near else ""
-        typed = f"{first}{text}-<N>GB, with N the GiB of memory of one GPU; known are: {', '.join(names)}"
-        raise _wrong_gpus(text, what, MEMORY_MATTERS, typed)
+    try:
+        if gpus.is_known(name) or not machine.memory_gib:  # with it, the GPU is just missing from the table
+            gpus.find(name, machine.memory_gib)
+    except UsageError as error:
+        sized = gpus.with_size(name)
+        other = f"{error.fix}; or --gpus {text}-<N>GB, with N the GiB of memory of one GPU"
+        fix = f"--gpus {text.replace(name, sized)}" if sized else other
+        raise UsageError(f"--gpus {text}: {error.what}", why="a GPU's memory decides what fits", fix=fix) from error
     return text
-
-
-def _wrong_gpus(text: str, what: str, why: str, fix: str) -> UsageError:
-    return UsageError(f"--gpus {text}: {what}", why=why, fix=f"--gpus {fix}")
 
 
 def check_layer_class(context: Context, value: Any) -> tuple[str, ...]:
@@ -222,7 +198,7 @@ def check_processes(context: Context, value: Any) -> int:
         raise UserError(
             f"hybrid sharding with {total // machines_in_all} process per machine",
             why="it shards inside each machine, so nothing would be sharded",
-            fix=f"{_two_on_each(context)}, or --strategy 1",
+            fix="two GPUs or more on each machine, or --strategy 1",
         )
     if total < 2 and context.engine is Engine.DDP:
         raise UserError(
@@ -242,25 +218,24 @@ def check_replicas(context: Context, value: Any) -> int:
     return size
 
 
-def check_tensor(context: Context, value: Any) -> int:
-    """Refuses what transformers can't divide: over machines, by heads, without a plan, or in 4 bits."""
-    here = context["num_processes"] // context["num_machines"]
-    why = f"every layer waits for all ranks of a group, so it stays in one machine: {here}"
-    size = _divisor("--tp", value, here, why, _sizes_that_fit(context, "tp"))
-    if size > 1:
-        _refuse_axis(context, "tp", {"tp": size, "ep": 1})
-    return size
+def check_axis(axis: Literal["tp", "ep"]) -> Callable[[Context, Any], int]:
+    """Refuses what transformers can't divide: over machines, by heads or experts, without a plan, or in 4 bits."""
 
+    def check(context: Context, value: Any) -> int:
+        here, copy = context["num_processes"] // context["num_machines"], _ranks_per_copy(context)
+        why = {
+            "tp": f"every layer waits for all ranks of a group, so it stays in one machine: {here}",
+            "ep": f"experts are divided over the {copy} ranks of one copy",
+        }[axis]
+        fix = _sizes_that_fit(context, axis)
+        size = _divisor(f"--{axis}", value, here if axis == "tp" else copy, why, fix)
+        if axis == "ep" and size > 1 and size % context["tp"]:
+            raise UserError(f"--ep {size}", why=f"it holds whole groups of --tp {context['tp']}", fix=fix)
+        if size > 1:
+            _refuse_axis(context, axis, {"tp": context.given.get("tp", 1), "ep": 1, axis: size})
+        return size
 
-def check_experts(context: Context, value: Any) -> int:
-    """Refuses what transformers' mesh or the model's experts don't allow."""
-    whole, fix = _ranks_per_copy(context), _sizes_that_fit(context, "ep")
-    size = _divisor("--ep", value, whole, f"experts are divided over the {whole} ranks of one copy", fix)
-    if size > 1 and size % context["tp"]:
-        raise UserError(f"--ep {size}", why=f"it holds whole groups of --tp {context['tp']}", fix=fix)
-    if size > 1:
-        _refuse_axis(context, "ep", {"tp": context["tp"], "ep": size})
-    return size
+    return check
 
 
 def _sizes_that_fit(context: Context, axis: str) -> str:
@@ -301,17 +276,6 @@ def _refuse_axis(context: Context, axis: str, axes: dict[str, int]) -> None:
     for misfit in (model or Divisible()).misfits(sizes, context["method"], FLAGS):
         fix = _sizes_that_fit(context, misfit.axis) if misfit.kind == "count" else misfit.fix
         raise UserError(f"{model.name}: {misfit.what}" if model else misfit.what, why=misfit.why, fix=fix)
-
-
-def _two_on_each(context: Context) -> str:
-    """The fix for a single rank on each machine: GPUs for a second one, or more processes."""
-    number = context["num_machines"]
-    if context.machine.count != 1:
-        return f"--num-processes {2 * number} or more"
-    pair = machines.describe(replace(context.machine, count=2))
-    described = machines.parse(context["gpus"])[1]
-    words = f"--gpus {described}x{pair}" if described > 1 else f"--gpus {pair}"
-    return f"{words} or more" + (", which describes each machine" if number > described else "")
 
 
 def check_ip(context: Context, value: Any) -> str:

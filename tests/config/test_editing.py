@@ -67,18 +67,6 @@ FLOW = """\
 }
 # foot
 """
-ANCHOR = """\
-# before a
-a: &x 1
-# before s
-s:
-  # before b
-  b: *x
-  # before c
-  c: 2
-# before j
-j: *x
-"""
 FLOW_KEYS = [("", key) for key in "asij"] + [("s", key) for key in "bcd"]
 KEYS = [("", key) for key in "astij"] + [("s", key) for key in "bcd"] + [("t", key) for key in "eg"]
 
@@ -125,14 +113,6 @@ def test_no_comment_line_between_braces_is_lost(doomed: list[tuple[str, str]], n
     text, wanted = edited(doomed, new, FLOW)
     assert yaml.safe_load(text) == wanted
     assert set(comments(text)) == set(comments(FLOW))
-
-
-@pytest.mark.parametrize("doomed", [[("", "a")], [("", "a"), ("s", "c")], [("", "a"), ("", "s")]])
-def test_no_comment_line_is_lost_with_an_anchor(doomed: list[tuple[str, str]]) -> None:
-    """A later alias takes the place of the anchor."""
-    text, wanted = edited(doomed, [], ANCHOR)
-    assert yaml.safe_load(text) == wanted
-    assert set(comments(text)) == set(comments(ANCHOR))
 
 
 @pytest.mark.parametrize(("section", "key"), KEYS)

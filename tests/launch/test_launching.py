@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from conftest import ROOT, SFT, made_yaml
 
-from accel_fsdp import cpu
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch import launcher
+from accel_fsdp.ranks import cpu
 
 TOP = "compute_environment: LOCAL_MACHINE\nnum_machines: 1\nnum_processes: 2\n"
 FSDP = (
@@ -118,8 +118,8 @@ OWN, NAMES_OURS = "Accelerator()\n", "from accel_fsdp import api  # for training
     ("kind", "text", "words", "starts"),
     [
         *((kind, text, (), False) for kind in ("fsdp2", "zero3", "ddp") for text in (OWN, NAMES_OURS)),
-        ("fsdp2", "from accel_fsdp import cpu\ncpu.enable()\n", (), True),
-        ("fsdp2", "import os, accel_fsdp.cpu\naccel_fsdp.cpu.enable()\n", (), True),
+        ("fsdp2", "from accel_fsdp.ranks import cpu\ncpu.enable()\n", (), True),
+        ("fsdp2", "import os, accel_fsdp.ranks.cpu\naccel_fsdp.ranks.cpu.enable()\n", (), True),
         ("fsdp2", SFT.read_text(), (), True),
         ("ddp", "Accelerator(cpu=True)\n", (), True),
         ("ddp", "train()\n", ("--use_cpu",), True),
@@ -145,7 +145,9 @@ def test_nothing_is_left_after_ctrl_c(flags: list[str], tmp_path: Path) -> None:
     (temporary := tmp_path / "tmp").mkdir()
     (tmp_path / "job.yaml").write_text(made_yaml(model="llama-3.1-8b", num_processes="2", mixed_precision="no"))
     own = tmp_path / "own.py"
-    own.write_text("from accel_fsdp import cpu\nimport os, time\nos.write(1, b'a rank waits\\n')\ntime.sleep(60)\n")
+    own.write_text(
+        "from accel_fsdp.ranks import cpu\nimport os, time\nos.write(1, b'a rank waits\\n')\ntime.sleep(60)\n"
+    )
     words = [sys.executable, "-m", "accel_fsdp", "launch", *flags, str(tmp_path / "job.yaml"), str(own)]
     environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing())
 PORT, SECONDS = "29431", 120
 WAIT, LONG = "11", "90"
 """Where one doesn't come, and where all do, each when it has started."""
-SCRIPT = "from accel_fsdp import cpu\ncpu.enable()\nprint('a rank has started', flush=True)\ncpu.finish(0)\n"
+SCRIPT = "from accel_fsdp.ranks import cpu\ncpu.enable()\nprint('a rank has started', flush=True)\ncpu.finish(0)\n"
 
 
 class Launch:

@@ -16,7 +16,7 @@ from accel_fsdp.launch import launcher
 SECONDS = "15"
 BEGIN = """
 import hashlib, os, sys, time
-from accel_fsdp import cpu
+from accel_fsdp.ranks import cpu
 cpu.enable()
 import torch
 import torch.distributed as dist

@@ -175,29 +175,6 @@ def test_an_editors_text_has_the_name_of_its_file(
     assert place_of(result) == ("configs/good.yaml", 8, 3)
 
 
-@pytest.mark.parametrize(
-    ("text", "line", "column"),
-    [
-        ("a: 1\nb: [", 2, 5),
-        ("a: \0", 1, None),
-        ("a: \xff", None, None),
-        ("- 1", None, None),
-        ("a" * (1 << 20) + "a", None, None),
-    ],
-)
-def test_so_has_one_that_no_parser_takes(
-    text: str, line: int | None, column: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    piped(monkeypatch, text)
-    assert cli.call(["check", "--stdin-filename", "x-1.yaml", "--json"]) == 2
-    (found,) = json.loads(capsys.readouterr().out)
-    assert [found[key] for key in ("file", "line", "column", "code")] == ["x-1.yaml", line, column, "unreadable"]
-    piped(monkeypatch, text)
-    assert cli.call(["check", "--stdin-filename", "x-1.yaml"]) == 2
-    place = "".join(f":{number}" for number in (line, column) if number)
-    assert re.match(rf"error: (cannot read )?x-1\.yaml{f'{place}: ' if place else ':? '}", capsys.readouterr().err)
-
-
 def test_a_key_that_stands_twice_has_its_place(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -250,7 +250,7 @@ def test_launch_lints_the_scripts_arguments(tmp_path: Path, capsys: pytest.Captu
     ("text", "warned"),
     [
         ("trainer.train()\ntrainer.save_model()\n", True),
-        ("from accel_fsdp import cpu\ncpu.enable()\ntrainer.save_model()\n", True),
+        ("from accel_fsdp.ranks import cpu\ncpu.enable()\ntrainer.save_model()\n", True),
         ("from accel_fsdp.training import SftTrainer\ntrainer.save_model()\n", False),
         ("trainer.accelerator.state.fsdp_plugin.set_state_dict_type('X')\ntrainer.save_model()\n", False),
         ("#!/bin/sh\nexec python train.py # trainer.save_model()\n", False),
@@ -268,4 +268,4 @@ def test_launch_warns_of_what_it_sees_in_the_script(
     output = capsys.readouterr()
     assert ("warning AF901: train.py:" in output.err) == warned
     assert "launched" not in output.err
-    assert output.out.endswith(f"accelerate launch --config_file {path} {script}\n")
+    assert f"accelerate launch --config_file {path} {script}\n" in output.out

@@ -1,13 +1,10 @@
 """What `check` reads, by the real command: models and command lines; and that each pain has a rule or a reason."""
 
 import json
-import os
-import pickle
 import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import reference_docs
 import test_check
@@ -18,11 +15,8 @@ import yaml
 from checking import V1, V2, codes_of, subject
 from conftest import SFT, accel_fsdp, run
 from known_issues import PAINS, UNSEEN
-from safetensors.numpy import save_file
-from torch.distributed.checkpoint.metadata import Metadata
 from transformers import AutoConfig
 
-from accel_fsdp.checkpoints import completeness, discover, summary
 from accel_fsdp.linter import command_words, launcher_of
 from accel_fsdp.linter.rules import RULES
 
@@ -57,60 +51,7 @@ def found(*words: str | Path) -> dict[str, str]:
     return {entry["code"]: entry["what"] for entry in json.loads(finished.output[finished.output.index("[") :])}
 
 
-def sharded_checkpoint(folder: Path, ranks: int = 2) -> Path:
-    for name in ("pytorch_model_fsdp_0", "optimizer_0"):
-        (folder / name).mkdir(parents=True)
-        for rank in range(ranks):
-            (folder / name / f"__{rank}_0.distcp").write_bytes(b"")
-            torch.save({}, folder / f"rng_state_{rank}.pth")
-        (folder / name / ".metadata").write_bytes(pickle.dumps(Metadata({})))
-    torch.save({}, folder / "scheduler.pt")
-    (folder / "trainer_state.json").write_text('{"global_step": 9}')
-    return folder
-
-
-@pytest.mark.parametrize("content", ["", "{}", '{"glob'])
-def test_a_last_file_that_is_empty_or_cut_is_none(content: str, tmp_path: Path) -> None:
-    """Whoever looks: a resume, the list of exports."""
-    folder = sharded_checkpoint(tmp_path / "checkpoint-10")
-    assert (completeness.flaw(folder), discover.listed(folder)[0].missing) == ("", ())
-    (folder / "trainer_state.json").write_text(content)
-    assert "trainer_state.json" in completeness.flaw(folder)
-    assert discover.listed(folder)[0].missing == ("trainer_state.json",)
-
-
-@pytest.mark.parametrize("name", ["out", "checkpoint-10"])
-def test_an_export_beside_an_optimizer_is_no_half_written_checkpoint(name: str, tmp_path: Path) -> None:
-    """Trainer has no part in it, whatever the folder is called."""
-    folder = tmp_path / name
-    folder.mkdir()
-    for file in ("model.safetensors", "optimizer.safetensors"):
-        save_file({"weight": np.zeros(2, np.float32)}, folder / file)
-        (folder / file).chmod(0o644)
-    (folder / "config.json").write_text("{}")
-    (folder / "export.json").write_text("{}")
-    assert discover.listed(folder)[0].missing == ()
-
-
-def test_what_accelerator_saves_is_no_half_written_checkpoint(tmp_path: Path) -> None:
-    """`Accelerator.save_state` writes no trainer_state.json; an FSDP1 file of weights is no export."""
-    state = sharded_checkpoint(tmp_path / "state")
-    for path in [*state.glob("rng_state_*"), state / "trainer_state.json", state / "scheduler.pt"]:
-        path.unlink()
-    (state / "random_states_0.pkl").write_bytes(b"")
-    (state / "scheduler.bin").write_bytes(b"")
-    assert not summary.facts_of(state).hub
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff" * 8, b"\x02" + bytes(7) + b"[]", b"\x09" + bytes(7) + b'{"a": {}}'])
-def test_what_is_no_safetensors_file_has_no_tensors(content: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(content)
-    assert summary.tensors_of(path) is None
-
-
 def test_model_command(tiny_model: Path, tmp_path: Path, fsdp2: Path) -> None:
-    import torch
     from transformers import AutoModelForCausalLM
 
     low = tmp_path / "low"
@@ -143,7 +84,6 @@ def test_the_model_in_the_arguments_is_read(tmp_path: Path) -> None:
 
 def test_facts_of_models() -> None:
     """Experts in lists and fused, parameters kept in float32, declared classes."""
-    import torch
     from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig, GPTNeoXConfig, MixtralConfig
 
     from accel_fsdp.models import expert_classes, kept_in_float32
@@ -207,19 +147,3 @@ def test_checking_a_file_is_quick(fsdp2: Path) -> None:
         assert accel_fsdp("check", fsdp2).code == 0
         times.append(time.perf_counter() - start)
     assert min(times) < 2, "0.3 s on an idle machine"
-
-
-@pytest.mark.parametrize("name", ["adapter_model.safetensors", "pytorch_model.bin", "optimizer.pt"])
-@pytest.mark.parametrize(
-    "kind", ["a pipe", "a link to itself", "a link out", "a link to nothing", "a link to a folder"]
-)
-def test_only_plain_files_of_the_folder_count(name: str, kind: str, tmp_path: Path) -> None:
-    folder, path = tmp_path / "final", tmp_path / "final" / name
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    (tmp_path / "secret").write_bytes(b"")
-    (tmp_path / "elsewhere").mkdir()
-    targets = {"a link out": "../secret", "a link to nothing": "gone", "a link to a folder": "../elsewhere"}
-    os.mkfifo(path) if kind == "a pipe" else path.symlink_to(targets.get(kind, name))
-    facts = summary.facts_of(folder)
-    assert (facts.hub, facts.optimizer) == (False, False)

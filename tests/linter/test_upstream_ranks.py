@@ -6,7 +6,6 @@ marks the rows of the list of known pains that a test shows.
 
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from accelerate.state import AcceleratorState
-from accelerate.utils import merge_fsdp_weights
 from conftest import ROOT, accelerate_launch, run
 from packaging.version import Version
 from reports import script_of
-from safetensors.torch import load_file
-from torch.distributed.checkpoint.api import CheckpointException
 from upstream_sharding import CONFIGS
 
 from accel_fsdp.config import Engine
@@ -63,13 +58,6 @@ def sharding(folder: Path) -> Seen:
 @pytest.fixture(scope="module")
 def saving(folder: Path) -> Seen:
     return launch(folder, "saving")
-
-
-@pytest.fixture(scope="module")
-def alone(folder: Path, saving: Seen) -> Seen:
-    """One rank, after the two of `saving` have left it a checkpoint."""
-    assert saving
-    return launch(folder, "alone", processes=1)
 
 
 def same(ranks: list[Any]) -> Any:
@@ -214,13 +202,6 @@ def test_label_smoothing_compares_tokens_with_themselves_under_fsdp2(sharding: S
     assert abs(smoothed - plain) > 0.01 * plain
 
 
-@pytest.mark.pain("P100")
-def test_the_held_out_loss_depends_on_how_rows_fall_to_ranks(sharding: Seen) -> None:
-    """The last batch has a row for one rank only; its part is scaled by both ranks' tokens and then cut."""
-    seen = same(sharding["held_out_loss"])
-    assert abs(seen["Trainer"] - seen["alone"]) > 0.1 * seen["alone"]
-
-
 @pytest.mark.pain("P103")
 def test_hybrid_with_one_rank_a_copy_shards_nothing(sharding: Seen) -> None:
     """AF328 of FSDP1 with one process on each machine; AF316 of FSDP2, which stops."""
@@ -320,40 +301,6 @@ def test_an_adapter_is_exported_empty(lost: str, saving: Seen) -> None:
     assert seen["fsdp2"][0] == 8
 
 
-@pytest.mark.pain("P01", "P02")
-@pytest.mark.parametrize("lost", ["fsdp2 ac", "fsdp1"])
-def test_a_resumed_adapter_starts_anew(lost: str, saving: Seen) -> None:
-    """AF601, AF602: sharded checkpoints hold no adapter tensor either, so lora_B is zero again after a resume."""
-    for seen in saving["adapter_resumes"]:
-        assert seen["fsdp2"]["stored"] == 8
-        assert seen["fsdp2"]["resumed"] == pytest.approx(seen["fsdp2"]["trained"]) != 0
-        assert seen[lost]["stored"] == 0
-        assert seen[lost]["trained"] > 1
-        assert seen[lost]["resumed"] == 0
-
-
-@pytest.mark.pain("P105")
-def test_fsdp1_resumes_no_adapter_from_a_gathered_checkpoint(saving: Seen) -> None:
-    """AF602: PEFT writes none, and where the file holds the whole adapter, the resumed one is zero all the same."""
-    seen = {name: [resume[name] for resume in saving["gathered_adapter_resumes"]] for name in ("fsdp1", "fsdp2")}
-    trained = seen["fsdp2"][0]["trained"]
-    assert [resume["stored"] for resume in seen["fsdp2"]] == [8, 8]
-    assert sum(resume["resumed"] for resume in seen["fsdp2"]) == pytest.approx(trained) != 0
-    assert seen["fsdp1"][0]["trained"] == pytest.approx(trained)
-    assert [(resume["stored"], resume["resumed"]) for resume in seen["fsdp1"]] == [(0, 0), (0, 0)]
-
-
-@pytest.mark.pain("P98")
-@pytest.mark.parametrize("engine", ["fsdp1", "fsdp1 flattened"])
-def test_fsdp1_forgets_adam_on_a_sharded_resume(engine: str, saving: Seen) -> None:
-    """The checkpoint has all 21 first moments, the resumed run has none; FSDP2 has them exactly."""
-    for seen in saving["resume_exact"]:
-        assert seen[engine]["stored"] == seen["fsdp2"]["stored"] == 21
-        assert seen[engine]["saved"] > 0.01
-        assert seen[engine]["resumed"] == 0
-        assert seen["fsdp2"]["resumed"] == pytest.approx(seen["fsdp2"]["saved"]) != 0
-
-
 @pytest.mark.pain("P03")
 def test_save_model_writes_nothing_when_sharded(saving: Seen) -> None:
     """No folder, no file, no word, under both versions."""
@@ -378,113 +325,11 @@ def test_a_switch_to_full_breaks_the_next_checkpoint_of_fsdp1(saving: Seen) -> N
     assert seen["fsdp2"][1] == ""
 
 
-@LATER
-@pytest.mark.pain("P21")
-def test_a_checkpoint_of_the_other_type_is_not_found(saving: Seen) -> None:
-    """Sharded read as full, full read as sharded, and Hugging Face weights alone: each looks for files of its own."""
-    for seen in saving["resume_with_another_type"]:
-        assert seen["sharded"].startswith("FileNotFoundError")
-        assert "pytorch_model_fsdp.bin" in seen["sharded"]
-        assert "pytorch_model_fsdp_0/.metadata" in seen["full"]
-        assert seen["weights only"].startswith("FileNotFoundError")
-        assert "pytorch_model_fsdp.bin" in seen["weights only"]
-
-
-@pytest.mark.pain("P22")
-@pytest.mark.parametrize("missing", ["scheduler.pt", "optimizer_0"])
-def test_schedule_and_adam_are_loaded_together_or_not_at_all(missing: str, saving: Seen) -> None:
-    """Without one of the two files the other is not read either: the first rate, no moments, no error."""
-    seen = same(saving["resume_incomplete"])
-    assert seen["nothing"]["rate"] == 0.005
-    assert seen["nothing"]["adam"] > 0.01
-    assert seen[missing] == {"rate": 0.01, "adam": 0}
-
-
-@pytest.mark.pain("P23")
-def test_the_newest_checkpoint_is_taken_unfinished(saving: Seen) -> None:
-    """The highest number wins although `trainer_state.json`, which is written last, is not there."""
-    newest = same(saving["resume_incomplete"])["newest"]
-    assert newest.startswith("FileNotFoundError")
-    assert "checkpoint-9/trainer_state.json" in newest
-
-
-@pytest.mark.pain("P53")
-def test_a_full_checkpoint_holds_the_model_twice(saving: Seen) -> None:
-    """16 bytes a parameter (two models and two moments), 12 when sharded, and small change."""
-    seen = same(saving["bytes_per_parameter"])
-    assert seen["full"] == pytest.approx(16, abs=0.2)
-    assert seen["sharded"] == pytest.approx(12, abs=0.5)
-
-
-@pytest.mark.pain("P54")
-def test_a_bf16_base_is_exported_as_float32(saving: Seen) -> None:
-    """Mixed precision saves its master weights, and the config says so."""
-    seen = same(saving["exported_files"])
-    assert seen["dtypes"] == ["torch.float32"]
-    assert seen["config dtype"] == "float32"
-
-
-@pytest.mark.pain("P75")
-def test_a_tied_export_holds_the_embedding_twice(saving: Seen) -> None:
-    """Gathered copies no longer share memory, so the head is stored beside the embedding."""
-    seen = same(saving["exported_files"])
-    assert seen["says tied"]
-    assert seen["embedding twice"]
-
-
-@pytest.mark.pain("P77")
-def test_an_export_turns_the_cache_off(saving: Seen) -> None:
-    """Trainer writes its own `use_cache` into the model's config, and `save_model` keeps it."""
-    assert same(saving["exported_files"])["use_cache"] == [True, False]
-
-
-@pytest.mark.pain("P57")
-def test_one_rank_resumes_what_two_ranks_saved(alone: Seen, saving: Seen) -> None:
-    """FSDP2 reshards weights and moments; that no random state fits is told at a level that is not shown."""
-    seen, saved = same(alone["resume_on_one_rank"]), saving["for_later"][0]
-    assert seen["seen"] == [pytest.approx(saved["adam"], rel=1e-5), pytest.approx(saved["weights"], rel=1e-5)]
-    assert (seen["levels"], seen["usual"]) == (["INFO"], "WARNING")
-
-
 @pytest.mark.pain("P07")
 def test_an_fsdp_yaml_without_an_accelerator_shards_nothing(folder: Path) -> None:
     """Each rank trains alone as a world of one; with `use_cpu` it is DDP. Both finish their steps without an error."""
     seen = same(launch(folder, "stock")["fsdp_on_cpu"])
     assert seen == {"False": [False, 1, "LlamaForCausalLM", 2], "True": [False, 2, "DistributedDataParallel", 2]}
-
-
-@pytest.fixture
-def merge(folder: Path, saving: Seen) -> Any:
-    """`accelerate merge-weights` from a folder of the saved checkpoints."""
-    yield lambda source, target: merge_fsdp_weights(str(folder / "saving" / "for_later" / source), str(target))
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
-Merge = Callable[[str, Path], None]
-
-
-@pytest.mark.pain("P76")
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-def test_merge_weights_writes_float32_and_nothing_else(merge: Merge, tmp_path: Path) -> None:
-    """One file without config or tokenizer; an adapter gets the name of a model."""
-    merge("full/checkpoint-1/pytorch_model_fsdp_0", tmp_path / "full")
-    merge("lora/checkpoint-1/pytorch_model_fsdp_0", tmp_path / "lora")
-    for name in ("full", "lora"):
-        assert [path.name for path in (tmp_path / name).iterdir()] == ["model.safetensors"]
-    assert {tensor.dtype for tensor in load_file(tmp_path / "full" / "model.safetensors").values()} == {torch.float32}
-    assert all("lora_" in key for key in load_file(tmp_path / "lora" / "model.safetensors"))
-
-
-@pytest.mark.pain("P76")
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-def test_what_merge_weights_trips_over(merge: Merge, tmp_path: Path) -> None:
-    """A checkpoint folder gets no hint, parents are not made, an optimizer is no model."""
-    with pytest.raises((AssertionError, CheckpointException), match="metadata is None"):
-        merge("full/checkpoint-1", tmp_path / "whole")
-    with pytest.raises(FileNotFoundError):
-        merge("full/checkpoint-1/pytorch_model_fsdp_0", tmp_path / "a" / "b")
-    with pytest.raises(ValueError, match="Key `state` is invalid"):
-        merge("full/checkpoint-1/optimizer_0", tmp_path / "optimizer")
 
 
 @LATER
@@ -505,18 +350,6 @@ def test_which_models_have_embeddings_that_fsdp2_cannot_make_units_of(sharding: 
     assert [layer.name for layer in facts["ViT"].wrap_classes] == ["ViTLayer"]
 
 
-@pytest.mark.pain("P101")
-def test_fsdp2_rounds_the_loss_to_16_bits(alone: Seen) -> None:
-    """Under FSDP1 the same precision leaves it in float32."""
-    assert same(alone["loss_in_16_bits"]) == {"FSDP1": "torch.float32", "FSDP2": "torch.bfloat16"}
-
-
-@pytest.mark.pain("P106")
-def test_fsdp_rounds_the_count_that_divides_the_loss(alone: Seen) -> None:
-    """271 tokens count as 272 in bfloat16, and 70,000 are infinitely many in float16."""
-    assert same(alone["count_in_16_bits"]) == {"FSDP1": 272, "FSDP2": 272, "none": 271, "fp16": float("inf")}
-
-
 @pytest.mark.pain("P106")
 def test_the_script_of_the_report_shows_it(tmp_path: Path) -> None:
     """As printed on the page: what a whole count leaves is off by 271/272 with a float."""
@@ -533,15 +366,3 @@ def test_the_script_of_the_report_about_adapters_shows_it(tmp_path: Path) -> Non
     lines = [line for line in finished.output.splitlines() if line.startswith("casts: ")]
     assert len(lines) == 4
     assert all(("trains" in line) == ("False" in line) for line in lines)
-
-
-@pytest.mark.pain("P102")
-def test_fsdp2_recomputes_dropout_with_other_numbers(alone: Seen) -> None:
-    """Two layers run twice; under FSDP1 each begins with the random state that it had in forward."""
-    assert same(alone["dropout_when_recomputed"]) == {"FSDP1": [4, True], "FSDP2": [4, False]}
-
-
-@pytest.mark.pain("P104")
-def test_the_newest_sharded_checkpoint_is_not_noted_as_the_best(alone: Seen) -> None:
-    """Trainer looks for its folder before anything has made it; with gathered ones `save_model` has."""
-    assert same(alone["best_is_the_newest"]) == {"sharded": [1, False], "full": [1, True]}

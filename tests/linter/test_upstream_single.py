@@ -4,7 +4,6 @@ Settings travel as in a real launch: YAML, Accelerate's launcher parser, environ
 the list of known pains that a test shows; the last test holds that list complete.
 """
 
-import ast
 import importlib
 import inspect
 import os
@@ -37,13 +36,6 @@ NO_ACCELERATOR = pytest.mark.skipif(torch.accelerator.is_available(), reason="ab
 LAYERWISE = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
 ONLY_CPU = {"fsdp_cpu_ram_efficient_loading": False, "fsdp_sync_module_states": False}
 
-# All rows that were reproduced on the tested versions.
-ROWS = """
-P01 P02 P03 P04 P05 P06 P07 P08 P09 P10 P11 P12 P13 P14 P15 P18 P20 P21 P22 P23 P24 P25 P27 P28 P29 P30 P32 P36 P37 P40
-P41 P42 P44 P46 P48 P51 P52 P53 P54 P57 P61 P62 P63 P64 P65 P66 P67 P68 P69 P70 P71 P72 P73 P75 P76 P77 P78 P80 P81 P82
-P83 P85 P90 P98 P99 P100 P101 P102 P103 P104 P105 P106 P107
-"""
-UNSHOWN: dict[str, str] = {}
 
 Plugin = Callable[..., FullyShardedDataParallelPlugin]
 Arguments = Callable[..., TrainingArguments]
@@ -340,20 +332,6 @@ def test_fsdp1_without_an_accelerator_can_not_sync(plugin: Plugin) -> None:
     """What `cpu.enable` mends: the launcher's default asks for it."""
     with pytest.raises(RuntimeError, match="There are currently no available devices found"):
         plugin(1, fsdp_sync_module_states=True)
-
-
-def marked_rows() -> set[str]:
-    """The rows in the `pain` marks of all tests."""
-    trees = [ast.parse(path.read_text()) for path in (ROOT / "tests").rglob("test_*.py")]
-    marks = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    pains = [mark for mark in marks if ast.unparse(mark.func) == "pytest.mark.pain"]
-    return {ast.literal_eval(row) for mark in pains for row in mark.args}
-
-
-def test_every_reproduced_row_is_shown() -> None:
-    shown = marked_rows()
-    assert not shown & set(UNSHOWN)
-    assert shown | set(UNSHOWN) == set(ROWS.split())
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("test_upstream_*.py")), ids=lambda path: path.stem)

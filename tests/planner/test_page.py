@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from conftest import here
 
-from accel_fsdp import html_page, svg
 from accel_fsdp.hardware import gpus
 from accel_fsdp.job import Job, Layout, Recipe
-from accel_fsdp.planner import PlanReport, html_report
+from accel_fsdp.planner import PlanReport, html_page, html_report, svg
 from accel_fsdp.prediction import Problem, search, trace_store
 from accel_fsdp.prediction.memory import step, variant_of
 

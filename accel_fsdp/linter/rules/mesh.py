@@ -3,8 +3,8 @@
 import math
 from collections.abc import Callable
 
-from accel_fsdp.config import BY_NAME, EXPERT_FLAG, ROW_AXES, Engine, mesh_fits, size_key, whole_mesh
-from accel_fsdp.job import from_arguments
+from accel_fsdp.config import BY_NAME, EXPERT_FLAG, Engine, size_key
+from accel_fsdp.job import ROW_AXES, from_arguments, mesh_fits, whole_mesh
 from accel_fsdp.linter.rules.engine import Cases, Each, Row, combined
 from accel_fsdp.linter.rules.subject import Subject
 from accel_fsdp.models import Divisible

@@ -8,7 +8,6 @@ from accel_fsdp.config import (
     FALSE_WORDS,
     MULTI_CPU,
     NULL_IS_ABSENT,
-    ROW_AXES,
     STRATEGIES,
     TRUE_WORDS,
     Edit,
@@ -18,7 +17,7 @@ from accel_fsdp.config import (
     size_key,
 )
 from accel_fsdp.errors import did_you_mean
-from accel_fsdp.job import from_arguments
+from accel_fsdp.job import ROW_AXES, from_arguments
 from accel_fsdp.linter.rules.engine import Cases, Each, Row
 from accel_fsdp.linter.rules.keys import written
 from accel_fsdp.linter.rules.subject import Subject

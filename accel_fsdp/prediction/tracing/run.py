@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from accel_fsdp import frames
+from accel_fsdp import waiting
 from accel_fsdp.prediction.tracing.cuda_emulation import (
     Begin,
     CudaRules,
@@ -159,7 +159,7 @@ def _undisturbed() -> Iterator[None]:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        with frames.unseen():
+        with waiting.unseen():
             yield
     finally:
         if was_enabled:

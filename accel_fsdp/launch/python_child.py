@@ -8,12 +8,12 @@ import os
 import sys
 from pathlib import Path
 
-PACKAGE = Path(__file__).parent
+SOURCE = Path(__file__).parents[2]
 
 
 def command(code: str, *arguments: str) -> list[str]:
     places = [path for path in sys.path if isinstance(path, str) and path not in ("", os.curdir)]
-    path = [*places, str(PACKAGE.parent)]  # also after os.chdir, where a relative place leads elsewhere
+    path = [*places, str(SOURCE)]  # also after os.chdir, where a relative place leads elsewhere
     return [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}; {code}", *arguments]
 
 

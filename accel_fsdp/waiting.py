@@ -1,4 +1,4 @@
-"""Reads the stacks of other threads, without keeping their objects alive, and how long threads waited for a core.
+"""Waits for conditions, and shows where other threads wait: their stacks, and how long they waited for a core.
 
 A reference to a frame keeps its locals alive, and so the tensors in them. A thread that reads the main thread's stack
 every second delays their release until it is done, on a busy machine until it is next scheduled.
@@ -6,8 +6,9 @@ every second delays their release until it is done, on a busy machine until it i
 
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import CodeType
@@ -61,3 +62,11 @@ def delayed_seconds() -> float:
         with suppress(OSError, ValueError, IndexError):
             nanoseconds += int(task.read_text().split()[1])
     return nanoseconds / 1e9
+
+
+def comes_true(condition: Callable[[], bool], seconds: float, every: float = 0.2) -> bool:
+    """Checks a condition again and again; returns whether it holds within that time."""
+    deadline = time.monotonic() + seconds
+    while not (holds := condition()) and time.monotonic() < deadline:
+        time.sleep(every)
+    return holds

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from math import gcd, prod
 
-from accel_fsdp.config.schema import OTHER_AXES
-from accel_fsdp.config.vocabulary import Engine
+from accel_fsdp.config import OTHER_AXES, Engine
 
 NATIVE_AXES: Mapping[str, str] = {"dp_replicate_size": "dp_replicate", "fsdp_size": "dp_shard", "tp_size": "tp"}
 """The sizes of its mesh, in order, each with the axis of `parallelism_config` that means the same."""
@@ -12,9 +11,6 @@ NATIVE_SIZES = (*NATIVE_AXES, "ep_size")
 """All sizes that training takes; experts are spread over the ranks of fsdp and tp."""
 ROW_AXES = tuple(axis for axis in OTHER_AXES if axis not in NATIVE_AXES.values())
 """The axes that `DistributedConfig` lacks: their ranks divide the tokens of a row."""
-EXPERT_FIELD = "expert_parallel_size"
-EXPERT_FLAG = f"--{EXPERT_FIELD}"
-"""The flag of `train/sft.py` for experts, which Accelerate has no key for."""
 
 
 def mesh_fits(sizes: Mapping[str, int], ranks: int) -> bool:

@@ -6,7 +6,7 @@ Figures come from `svg`; a page shows each in the width that fits. Pure.
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
-from accel_fsdp import svg
+from accel_fsdp.planner import svg
 
 WIDTHS = (720, 360)
 """Each figure is drawn twice, for a window and for a phone; the style sheet shows one."""
