@@ -137,17 +137,20 @@ def test_dry_run_prints_what_would_run(tiny_model: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "code", "message"),
     [
-        (["--learning_rat", "1"], "unknown argument --learning_rat. Did you mean --learning_rate?"),
-        (["--max_steps", "many"], "argument --max_steps"),
+        (["--learning_rat", "1"], 1, "--learning_rat is unknown. Did you mean --learning_rate?"),  # the linter's error
+        (["--loging_steps", "1"], 2, "unknown argument --loging_steps. Did you mean --logging_steps?"),
+        (["--max_steps", "many"], 2, "argument --max_steps"),
     ],
 )
-def test_a_dry_run_parses_the_arguments_of_our_script(words: list[str], message: str, tmp_path: Path) -> None:
+def test_a_dry_run_parses_the_arguments_of_our_script(
+    words: list[str], code: int, message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "fsdp.yaml"
     path.write_text(made_yaml(model="llama-3.1-8b"))
     finished = accel_fsdp("launch", "--dry-run", path, SFT, *words)
-    assert (finished.code, message in finished.output) == (2, True), finished.output
+    assert (finished.code, message in finished.output) == (code, True), finished.output
 
 
 BAD_RUNS: dict[str, tuple[dict[str, str], str]] = {
