@@ -100,9 +100,11 @@ def check_model(context: Context, value: Any) -> str:
 def check_gpus(context: Context, value: Any) -> str:
     """Refuses text that doesn't describe a machine, and a GPU whose memory can't be known."""
     text = str(value).strip()
-    machine, name = machines.parse(text)[0], machines.parse(text)[0].accelerator
+    machine, number = machines.parse(text)
+    name = machine.accelerator
     if name is None or text == machines.describe(context.detected):
         return text
+    text = machines.as_typed(machine, number)
     try:
         if gpus.is_known(name) or not machine.memory_gib:  # with it, the GPU is just missing from the table
             gpus.find(name, machine.memory_gib)

@@ -24,7 +24,6 @@ def warmed(optimizer: Any) -> Any:
 
 Makes = Callable[[Any], Any]
 WRONG: dict[str, tuple[Makes, int]] = {
-    "moved by two ranks": (lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, STEPS), 2),
     "moved with each of four micro-batches": (lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 10), 4),
     "of transformers, moved by two ranks": (lambda optimizer: get_cosine_schedule_with_warmup(optimizer, 2, STEPS), 2),
     "of transformers, too short": (lambda optimizer: get_cosine_schedule_with_warmup(optimizer, 1, 4), 1),
