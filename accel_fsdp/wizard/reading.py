@@ -73,7 +73,8 @@ def to_flags(job: JobConfig) -> dict[str, str]:
 def _deepspeed(job: JobConfig) -> dict[str, str]:
     """Offload and loading; a stage in DeepSpeed's own file counts as 3, as Accelerate takes it."""
     section = job.section("deepspeed_config")
-    stage = str(effective(job, "deepspeed_config", "zero_stage") or 3)
+    stage = str(effective(job, "deepspeed_config", "zero_stage"))
+    stage = stage if stage in ("0", "1", "2") else "3"
     devices = [("offload_optimizer_device", stage != "0"), ("offload_param_device", stage == "3")]
     used = {str(section.get(key, "none")).lower() for key, is_read in devices if is_read}
     builds = stage == "3" and str(section.get("zero3_init_flag", True)).lower() in TRUE_WORDS
