@@ -62,12 +62,6 @@ def test_steps_hours_and_money_are_those_of_the_step() -> None:
     assert "exporting come on top" in text
 
 
-def test_no_price_is_built_in() -> None:
-    assert planned(*H100S, "--tokens", "500M")["cost"]["money_at_most"] is None
-    assert "they cost" not in here("plan", *H100S, "--tokens", "500M").text
-    assert planned(*H100S)["cost"] is None
-
-
 def test_two_digits() -> None:
     said = {8.72: "8.7", 12.6: "13", 1349: "1,300", 99.6: "100", 0.0123: "0.012", 0.0996: "0.10", 0: "0"}
     assert {amount: two_digits(amount) for amount in said} == said
@@ -84,22 +78,6 @@ def test_a_comma_that_parts_no_thousands_is_refused(text: str) -> None:
     """Half the world writes 1.5 so: ten times as many tokens would be a plan for another job."""
     with pytest.raises(UserError, match="is not a number of tokens"):
         workload.count_of(text)
-
-
-@pytest.mark.slow
-def test_each_machine_has_the_choice_of_its_own_plan() -> None:
-    compared = "8xH100,16xA100-40GB,8xRTX4090,2x8xH200,1xT4,8xL40S,4x8xB200,8xMI300X"
-    more = ("--seq-len", "4096", "--tokens", "2B")
-    report = planned(*LLAMA, "--compare", compared, *more)
-    assert report["cheapest"] == []
-    assert [row["machine"] for row in report["machines"]] == compared.split(",")
-    for row in report["machines"][:5]:
-        alone = planned(*LLAMA, "--gpus", row["machine"], *more)
-        assert (row["fits"] == "no") == (alone["choice"] is None)
-        if alone["choice"]:
-            shared = ("strategy", "fits", "checkpointing", "batch_per_gpu", "peak_bytes")
-            assert {name: row[name] for name in shared} == {name: alone["choice"][name] for name in shared}
-            assert row["cost"]["hours_at_most"] == pytest.approx(alone["cost"]["hours_at_most"])
 
 
 def test_the_fastest_are_named_last() -> None:
