@@ -81,7 +81,7 @@ def _origin(path: Path, content: Any) -> Origin | None:
         origin = Origin(**content) if content else None
         steps = [part["last_step"] + 0 for part in origin.before] if origin else []
         if origin and not all(type(number) is int for number in (origin.ranks, origin.rows_per_step, *steps)):
-            raise TypeError("a count that is no number")
+            raise TypeError("a count is not a whole number")
     except (TypeError, KeyError) as error:
         raise untrusted_files.broken(path, "is damaged: its description of the run") from error
     return origin

@@ -100,6 +100,8 @@ def test_a_mistyped_gpu_is_refused_and_the_fix_works() -> None:
     error = refusal(gpus="8xH1000")
     assert "Did you mean H100?" in error.what
     assert "--gpus 8xH1000-<N>GB, with N the GiB of memory" in error.fix
+    assert refusal(gpus="8xAscend-910B").fix == "--gpus 8xAscend-910B-64GB"
+    assert "<N>GB" not in refusal(gpus="1xA100-800GB").fix  # it has a size
     for typed, meant in (("8xA100-80GB1", "8xA100-80GB"), ("8xH100-80", "8xH100-80GB")):
         assert refusal(gpus=typed).fix == f"--gpus {meant}"
     assert settled(model="gpt2", gpus="8 x H100").engine == settled(model="gpt2", gpus="8xH100").engine
