@@ -73,6 +73,8 @@ def convert(command: ConvertCommand) -> int:
     for passed_over in newer:
         console.say(f"passed over: {passed_over}", style="yellow")
     console.say(str(checkpoint), style="cyan")
+    if command.out.resolve().is_relative_to(checkpoint.folder.resolve()):
+        raise UserError(f"{command.out} is inside of SRC", why="it would be deleted with it", fix="another OUT")
     _check(checkpoint)
     state, origin = training_state.read(checkpoint), marker.origin_of(checkpoint.folder) or Origin("")
     layout = _zero_layout(command, checkpoint, state, origin) if command.stage else None

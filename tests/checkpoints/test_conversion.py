@@ -269,6 +269,8 @@ def test_what_is_there_is_not_replaced(source: Path) -> None:
     before = sorted(source.rglob("*"))
     with pytest.raises(UserError, match="exists"):
         convert(source, source, "zero1", ranks=2)
+    with pytest.raises(UserError, match="is inside of SRC"):
+        convert(source, source / "new", "zero1", ranks=2)
     with pytest.raises(UserError, match=re.escape("SRC is s3://bucket/run/checkpoint-4, which is not a folder")):
         convert(Path("s3://bucket/run/checkpoint-4"), source.parent / "new", "zero1", ranks=2)
     assert sorted(source.rglob("*")) == before
