@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import ctypes
 import io
 import threading
 from collections import OrderedDict
@@ -22,6 +23,9 @@ from accel_fsdp.errors import UserError
 if TYPE_CHECKING:
     from accel_fsdp.checkpoints.stored import Stored
 
+M_MMAP_THRESHOLD, MAPPED_BYTES = -3, 1 << 18
+"""glibc gives the memory of blocks from this size on back at once (malloc.h). Its own threshold grows to that of the
+largest tensor that was freed, and smaller ones then stay in its heap, which grows with the checkpoint."""
 Keys = tuple[str, ...]
 
 
@@ -88,6 +92,8 @@ def read(folder: Path) -> "dict[Keys, Stored]":
     """All tensors of a folder by the keys of the nested state dict. Pickled values, such as rates, are skipped."""
     from accel_fsdp.checkpoints.stored import Box, assembled, torch_dtype
 
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library than glibc
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
     tensors: dict[Keys, Stored] = {}
     with _listing(folder) as (metadata, items):
         paths = metadata.get("planner_data") or {}
