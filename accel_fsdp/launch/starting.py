@@ -4,6 +4,7 @@ import os
 import sys
 from datetime import timedelta
 
+from accel_fsdp import library_internals
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.ranks import script, stacks
@@ -30,6 +31,7 @@ def run() -> None:
 
 def _limit_collectives(limit: timedelta) -> None:
     """Sets the timeout of process groups for which the script gives none; torch has no variable for it."""
+    library_internals.check(*RELIES_ON, why="the limit of --hang-timeout would not hold for collectives")
     from torch.distributed import distributed_c10d
 
     distributed_c10d.default_pg_timeout = limit

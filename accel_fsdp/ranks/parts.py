@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Start: TypeAlias = "int | list[int | list[int]]"
 Parts: TypeAlias = "dict[str, tuple[Start, torch.Tensor]]"
 """By the name of a weight: where this rank's part starts in it, and the part."""
-RELIES_ON = (
+RELIES_ON: tuple[Internal, ...] = (
     Internal(f"{FLAT}._params"),
     Internal(f"{FLAT}._shapes"),
     Internal(f"{FLAT}._shard_param_infos"),

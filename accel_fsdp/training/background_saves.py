@@ -87,7 +87,7 @@ def _in_host_memory(value: torch.Tensor, earlier: torch.Tensor | None) -> torch.
     return earlier.copy_(value)
 
 
-def begun(trainer: Any) -> BackgroundSaves | None:
+def requested(trainer: Any) -> BackgroundSaves | None:
     """The background saves that `--async_checkpoints` asks for; else None. Call on all ranks.
 
     Raises:

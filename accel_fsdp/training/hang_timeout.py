@@ -27,7 +27,9 @@ class HangTimeout(TrainerCallback):  # type: ignore[misc]
 
     on_train_begin = on_substep_end = on_step_end = on_save = on_evaluate = on_prediction_step = start
 
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+    def stop(self, *args: Any, **kwargs: Any) -> None:
         """Stops the timer."""
         if self.seconds:
             faulthandler.cancel_dump_traceback_later()
+
+    on_train_end = stop

@@ -1,11 +1,15 @@
 """The losses of a run: the training loss and the held-out loss, as a plain loop would compute them.
 
-Trainer's own go wrong in places (transformers 5.23). It shifts the labels for `--label_smoothing_factor` only if it
-knows the name of the model's class, which FSDP2 changes; counts one token too many per row of classes that aren't
-called ForCausalLM; gives the model that count as a float, which FSDP rounds to the dtype that it computes in; counts
-rows twice that fill the last step of an epoch; weighs a router's loss by the number of micro-batches; divides each
-rank's held-out loss by the tokens of all and then drops some ranks' part of the last batch. Reports of parts of it:
-transformers#37766 (micro-batches), #34373 (ranks), #41898 (the last batch), #45994 and #39648 (a mesh).
+Trainer's faults (transformers 5.23; where a fault has no report, docs/upstream.md has it or none was filed):
+
+- it shifts the labels for `--label_smoothing_factor` only if it knows the class's name, which FSDP2 changes;
+- it counts one token too many per row for classes that aren't called ForCausalLM;
+- it gives the model that count as a float, which FSDP rounds to the dtype that it computes in;
+- it counts rows twice that fill the last step of an epoch;
+- it weights a router's loss by the number of micro-batches (#37766);
+- it divides each rank's held-out loss by the tokens of all ranks (#34373), and drops some ranks' part of the last batch
+  (#41898);
+- on a mesh it counts tokens of ranks that hold the same rows (#45994, #39648).
 """
 
 import math

@@ -28,6 +28,7 @@ from accel_fsdp.library_internals import Internal
 from accel_fsdp.ranks import parts
 
 RELIES_ON = (
+    *parts.RELIES_ON,
     Internal("torch.distributed.tensor.placement_types:_StridedShard"),
     Internal("accelerate.utils.fsdp_utils:_get_model_state_dict", "model adapter_only sd_options"),
     Internal("accelerate.utils.fsdp_utils:_set_model_state_dict", "model state_dict adapter_only sd_options"),
@@ -99,8 +100,8 @@ def gathered(trainer: Any, state_dict: dict[str, Any] | None) -> Iterator[dict[s
         yield whole
 
 
-def allowed(args: Any) -> AbstractContextManager[Any]:
-    """Hides whole checkpoints from Trainer's constructor, which refuses them (transformers 5.23)."""
+def past_constructor(args: Any) -> AbstractContextManager[Any]:
+    """Makes Trainer's constructor take whole checkpoints on a mesh, which it refuses (transformers 5.23)."""
     return patch.object(args, "save_only_model", LaunchEnvironment.now().by_transformers or args.save_only_model)
 
 

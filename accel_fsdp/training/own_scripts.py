@@ -11,7 +11,7 @@ from accel_fsdp import atomic_files, console, library_internals
 from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import Stopped
 from accel_fsdp.exporter import companion_files
-from accel_fsdp.training import background_saves, loading, preemption, resuming, safe_checkpoints
+from accel_fsdp.training import background_saves, loading, mesh_checkpoints, preemption, resuming, safe_checkpoints
 from accel_fsdp.training.preemption import Stop
 from accel_fsdp.training.reporting import History
 from accel_fsdp.training.safe_checkpoints import SafeCheckpoints
@@ -43,7 +43,7 @@ class Checkpoints:
         Raises:
             UserError: an argument can't be used.
         """
-        modules = (safe_checkpoints, background_saves, loading, preemption)
+        modules = (safe_checkpoints, background_saves, loading, mesh_checkpoints, preemption)
         used = (internal for module in modules for internal in module.RELIES_ON)
         library_internals.check(*used, why="checkpoints depend on it")
         run: Any = trainer
@@ -78,7 +78,7 @@ class _OwnTrainer(SafeCheckpoints):
             self.checkpoints.require_uploaded()
             return result
         except Stopped as stopped:
-            self.stop.ignore()
+            self.stop.leave_ignored()
             if self.args.process_index == 0:
                 again = Stopped(stopped.what, why=stopped.why, fix="the same command again, which resumes")
                 console.say(str(again), lines=True)

@@ -23,7 +23,7 @@ SAME_SIGNAL_SECONDS = 5.0
 SAME_KEY_SECONDS = 1.0
 """The terminal sends Ctrl-C to launcher and ranks, and the launcher forwards it at once; a user who presses it again
 does so later."""
-KEY = "accel_fsdp/stop"
+STORE_KEY = "accel_fsdp/stop"
 
 
 class Stop(TrainerCallback):  # type: ignore[misc]
@@ -71,11 +71,11 @@ class Stop(TrainerCallback):  # type: ignore[misc]
         if not dist.is_initialized():
             return name
         store = distributed_c10d._get_default_store()
-        if name and not store.check([KEY]):
-            store.set(KEY, f"{step + 1} {name}")
-        if not store.check([KEY]):
+        if name and not store.check([STORE_KEY]):
+            store.set(STORE_KEY, f"{step + 1} {name}")
+        if not store.check([STORE_KEY]):
             return ""
-        last, signal_name = store.get(KEY).decode().split()
+        last, signal_name = store.get(STORE_KEY).decode().split()
         return signal_name if int(last) <= step else ""
 
     def _listen(self) -> None:
@@ -101,20 +101,20 @@ class Stop(TrainerCallback):  # type: ignore[misc]
 
     def _same_request_seconds(self, number: int) -> float:
         """Seconds within which a further signal counts as the same request."""
-        is_repeated = self.signal == number == signal.SIGINT
-        return SAME_KEY_SECONDS if is_repeated else SAME_SIGNAL_SECONDS
+        is_second_ctrl_c = self.signal == number == signal.SIGINT
+        return SAME_KEY_SECONDS if is_second_ctrl_c else SAME_SIGNAL_SECONDS
 
     def _announce(self) -> None:
         if LaunchEnvironment.now().rank == 0:
             name = "Ctrl-C" if self.signal == signal.SIGINT else signal.Signals(self.signal).name
             console.say(
-                f"{name}: training saves a checkpoint within two steps and stops; "
-                "a second signal ends this rank at once, without saving",
+                f"{name}: training saves a checkpoint within two steps and stops; a second signal ends this rank "
+                f"without saving, if it comes {self._same_request_seconds(self.signal):g} s later or more",
                 style="yellow",
             )
 
-    def ignore(self) -> None:
-        """Ignores signals from here on: the launcher signals ranks that have saved and are about to exit."""
+    def leave_ignored(self) -> None:
+        """Makes `release` ignore signals: the launcher signals ranks that have saved and are about to exit."""
         for number in self._before:
             self._before[number] = signal.SIG_IGN
 
@@ -128,7 +128,7 @@ class Stop(TrainerCallback):  # type: ignore[misc]
             os.close(self._pipe)
             self._pipe = None
 
-    def give_in(self) -> None:
+    def end_by_signal(self) -> None:
         """Ends this process by the deferred signal, if any: the job has failed on another rank."""
         if self.signal:
             with contextlib.suppress(ProcessLookupError):

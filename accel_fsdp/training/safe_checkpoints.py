@@ -31,7 +31,8 @@ RELIES_ON = (
 class SafeCheckpoints(Base):  # type: ignore[misc]
     """Comes before `Trainer`, or a subclass of it, in the bases of a class.
 
-    Replaced methods of Trainer, in the order in which a run calls them; each calls Trainer's own:
+    Replaced methods of Trainer, in the order in which a run calls them; each calls Trainer's own, but for
+    saves on a mesh and the best model after a signal:
 
     | method | why (transformers 5.23) |
     |---|---|
@@ -40,7 +41,7 @@ class SafeCheckpoints(Base):  # type: ignore[misc]
     | `_load_optimizer_and_scheduler` | Adam restarts from zero under FSDP1 (transformers#25849, accelerate#3971) |
     | `_load_rng_state` | more ranks than before repeat the numbers of step 0 (transformers#14994 skips them) |
     | `_save_checkpoint` | a half-written folder is resumed, and its end fails (transformers#35782) |
-    | `_save_optimizer_and_scheduler`, `save_model` | saves hang on a mesh (#48569), or with the best model (#37025) |
+    | `_save_optimizer_and_scheduler`, `save_model` | saves hang on a mesh (#48569), or of the best (#37025) |
 
     A checkpoint is complete when its marker, `complete.json`, says so, which is written last: after every file of every
     rank. On SIGTERM, SIGUSR1 or Ctrl-C all ranks agree on a step (`preemption.Stop`), save after it and leave Trainer's
@@ -71,11 +72,14 @@ class SafeCheckpoints(Base):  # type: ignore[misc]
         self.resumed = resume_from_checkpoint
         result = super().train(resume_from_checkpoint, *args, **kwargs)
         self.checkpoints.wait()
+        if self.stop.signal and not self.stop.agreed:
+            self.checkpoints.log("the signal came in the last step: the run ends by itself")
         if self.stop.agreed:
-            left = self.checkpoints.upload_rest()
+            left, folder = self.checkpoints.upload_rest(), self.checkpoints.folder()
+            saved = f"saved: {folder}" if folder.is_dir() else "not saved: the weights hold NaN or infinity"
             raise Stopped(
                 f"{self.stop.agreed} after step {self.state.global_step}",
-                why=f"saved: {self.checkpoints.folder()}" + (f"; not uploaded: {left}" if left else ""),
+                why=saved + (f"; not uploaded: {left}" if left else ""),
                 fix="the same command with --resume_from_checkpoint true",
             )
         return result

@@ -1,4 +1,4 @@
-"""Writes checkpoints completely or not at all: a checkpoint is valid once every file of every rank is on disk."""
+"""Writes checkpoints whole or not at all. Complete is one whose marker, written last, says so."""
 
 import contextlib
 import time
@@ -35,7 +35,7 @@ class CheckpointWriter(TrainerCallback):  # type: ignore[misc]
         self.trainer, self.args, self.history = trainer, trainer.args, history
         # Trainer's own deletion counts half-written checkpoints, and could delete the last complete one
         self.keep, trainer.args.save_total_limit = trainer.args.save_total_limit, None
-        self.background = background_saves.begun(trainer)
+        self.background = background_saves.requested(trainer)
         self.uploads: Uploads | None = None
         if trainer.args.checkpoint_uri:
             self.uploads = Uploads(trainer.args, self.keep)
@@ -49,14 +49,14 @@ class CheckpointWriter(TrainerCallback):  # type: ignore[misc]
         return Origin(engine, self.args.world_size, rows, self.history.settings, self.history.before)
 
     def folder(self, trial: Any = None) -> Path:
-        """The checkpoint of the last step."""
+        """The folder of a checkpoint of the current step."""
         return Path(self.trainer._get_output_dir(trial)) / f"{file_names.CHECKPOINT}{self.trainer.state.global_step}"
 
     def save(self, trial: Any, write: Callable[[], None]) -> None:
-        """Writes a checkpoint with `write`, Trainer's own method; in the background, all but small files of rank 0."""
+        """Calls `write`, Trainer's own method. In the background, a thread then writes the shards."""
         self.wait()
         began, folder, background = time.monotonic(), self.folder(trial), self.background
-        self.together(lambda: self._begin(folder))
+        self.on_writing_ranks(lambda: self._begin(folder))
         staging = contextlib.nullcontext() if background is None else background.staging()
         with self._abandon_on_errors(folder), staging:
             write()
@@ -64,7 +64,7 @@ class CheckpointWriter(TrainerCallback):  # type: ignore[misc]
             self.trainer.accelerator.wait_for_everyone()
             self._complete(folder)
         else:
-            self._log(
+            self.log(
                 f"{folder.name} is being written; training waited {any_time(time.monotonic() - began)} for its copy"
             )
             background.begin(lambda staged: self._complete_in_background(folder, staged, background.group))
@@ -72,7 +72,7 @@ class CheckpointWriter(TrainerCallback):  # type: ignore[misc]
     def wait(self) -> None:
         """Waits until the last checkpoint is complete."""
         if self.background is not None and (waited := self.background.wait()) > NOTICED_SECONDS:
-            self._log(f"training waited {any_time(waited)} until the last checkpoint was complete")
+            self.log(f"training waited {any_time(waited)} until the last checkpoint was complete")
 
     def upload_rest(self) -> str:
         """Waits until the newest checkpoint is in the store; returns what is left of it and why, on the first rank."""
@@ -84,15 +84,15 @@ class CheckpointWriter(TrainerCallback):  # type: ignore[misc]
             return
         left, uri = self.upload_rest(), self.args.checkpoint_uri
 
-        def refuse() -> None:
+        def check_uploaded() -> None:
             if left:
                 raise UserError(
-                    f"not uploaded to {uri}: {left}",
-                    why=f"the run is complete, and its checkpoints are in {self.args.output_dir} alone",
-                    fix="the same command with --resume_from_checkpoint true, once the store answers",
+                    f"{left}, not uploaded to {uri}",
+                    why=f"the run is complete; its newest checkpoint is only in {self.args.output_dir}",
+                    fix="the same command with --resume_from_checkpoint true, when the bucket can be reached",
                 )
 
-        self.together(refuse)
+        self.on_writing_ranks(check_uploaded)
 
     def complete_last(self) -> None:
         """Completes the checkpoint that is being written, if the other ranks still can, however training ended."""
@@ -106,17 +106,18 @@ class CheckpointWriter(TrainerCallback):  # type: ignore[misc]
                 write()
             self._complete(folder, group)
         except UserError as error:
-            self._log(f"{error.what}; training goes on until its next save or its end")
+            self.log(f"{error.what}; training continues, and stops at its next save")
             raise
-        self._log(f"{folder.name} is complete, written in {any_time(time.monotonic() - began)}")
+        self.log(f"{folder.name} is complete, written in {any_time(time.monotonic() - began)}")
 
     def _complete(self, folder: Path, group: Any = None) -> None:
         hashes = self._hashes(folder, group)
-        self.together(lambda: self._seal(folder, hashes), group)
+        self.on_writing_ranks(lambda: self._seal(folder, hashes), group)
         if self.uploads is not None:
             self.uploads.offer(folder, self.trainer.state.best_model_checkpoint)
 
-    def _log(self, line: str) -> None:
+    def log(self, line: str) -> None:
+        """Prints a line, on the first rank."""
         if self.args.process_index == 0:
             console.say(line)
 
@@ -127,8 +128,8 @@ class CheckpointWriter(TrainerCallback):  # type: ignore[misc]
         if self.background is not None:
             disk_room.check_staging(self.trainer)
 
-    def together(self, action: Callable[[], None], group: Any = None) -> None:
-        """Calls `action` on the ranks that write.
+    def on_writing_ranks(self, action: Callable[[], None], group: Any = None) -> None:
+        """Calls `action` on the ranks that write files.
 
         If one raises, all raise, so that no rank waits for one that has ended.
         """
@@ -150,20 +151,20 @@ class CheckpointWriter(TrainerCallback):  # type: ignore[misc]
         dist.all_gather_object(of_ranks, own, group=group)
         return [item for items in of_ranks for item in items]
 
-    def refuse(self, what: str, error: BaseException, first: str = "") -> NoReturn:
+    def stop_run(self, what: str, error: BaseException, fix_first: str = "") -> NoReturn:
         """Raises a UserError that names the newest complete checkpoint."""
         newest = completeness.choose(Path(self.args.output_dir)).newest
         raise UserError(
             what,
             why=f"training stops; {newest} is the newest complete checkpoint" if newest else "training stops",
-            fix=f"{first or 'fix the cause'}, then {'--resume_from_checkpoint true' if newest else 'start again'}",
+            fix=f"{fix_first or 'fix the cause'}, then {'--resume_from_checkpoint true' if newest else 'start again'}",
         ) from error
 
-    def blame(self, error: BaseException) -> NoReturn:
+    def stop_for_lost_rank(self, error: BaseException) -> NoReturn:
         """Raises a UserError for a collective that failed, because a rank or a host was lost or waited too long."""
         stacks.keep(error)
         self.complete_last()
-        self.refuse(f"a collective failed: {cause(error)}", error, "find the rank that failed first, on any machine")
+        self.stop_run(f"a collective failed: {cause(error)}", error, "find the rank that failed first, on any machine")
 
     @contextlib.contextmanager
     def _abandon_on_errors(self, folder: Path) -> Iterator[None]:
@@ -175,14 +176,14 @@ class CheckpointWriter(TrainerCallback):  # type: ignore[misc]
         try:
             yield
         except (Exception, CheckpointException) as error:  # the latter is a BaseException
-            full = "" if (lost := is_lost(error)) else disks.full(error, folder)
+            full = "" if (lost := lost_a_rank(error)) else disks.full(error, folder)
             if lost or not (full or isinstance(error, (*WRITE_ERRORS, UserError))):
                 raise
             if self.args.should_save:
                 completeness.abandon(folder)
             if isinstance(error, UserError) and not full:
                 raise
-            self.refuse(f"cannot save {folder}: {full or cause(error)}", error, "free some space" if full else "")
+            self.stop_run(f"cannot save {folder}: {full or cause(error)}", error, "free some space" if full else "")
 
     def _begin(self, folder: Path) -> None:
         with self._abandon_on_errors(folder):
@@ -215,7 +216,7 @@ class CheckpointWriter(TrainerCallback):  # type: ignore[misc]
         if why := next(filter(None, (why for _, why in parts)), ""):
             if self.args.should_save:
                 completeness.abandon(folder)
-            self.refuse(f"cannot save {folder}: {why}", failed or OSError(why))
+            self.stop_run(f"cannot save {folder}: {why}", failed or OSError(why))
         return {name: digest for part, _ in parts for name, digest in part.items()}
 
     def _seal(self, folder: Path, hashes: dict[str, str] | None) -> None:
@@ -226,6 +227,6 @@ class CheckpointWriter(TrainerCallback):  # type: ignore[misc]
         completeness.retire(folder.parent, self.keep, best, uploading)
 
 
-def is_lost(error: BaseException) -> bool:
+def lost_a_rank(error: BaseException) -> bool:
     """Whether a collective lost a rank: NCCL and the store raise their own errors, gloo a RuntimeError."""
     return isinstance(error, torch.distributed.DistError) or "gloo" in str(error)

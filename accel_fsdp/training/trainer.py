@@ -63,7 +63,6 @@ RELIES_ON = (
     Internal(f"{TRAINER}._prepare_context_parallel_inputs", "self model inputs"),
     Internal(f"{TRAINER}._get_learning_rate", "self"),
     Internal(f"{TRAINER}.get_tp_size", "self"),
-    Internal(f"{TRAINER}._save_checkpoint", "self model trial"),
     Internal(f"{TRAINER}._save", "self output_dir state_dict"),
 )
 GROUPING = ("group_by_length", "batch_rebalance")
@@ -75,7 +74,7 @@ def check_libraries() -> None:
     An override that is never called fails silently.
     """
     modules = (
-        *(background_saves, load_model, loading, preemption, safe_checkpoints),
+        *(background_saves, load_model, loading, mesh_checkpoints, preemption, safe_checkpoints),
         *(export, holdings, profiling),
     )
     used = (*RELIES_ON, *(internal for module in modules for internal in module.RELIES_ON))
@@ -91,13 +90,13 @@ class SftTrainer(SafeCheckpoints, Trainer):  # type: ignore[misc]
     | method | why (transformers 5.23) |
     |---|---|
     | `_run_epoch` | a finished run that is resumed takes one more step (no report yet) |
-    | `_get_grad_norm` | the last call before the update sees a norm of NaN, and trains on (trl#6702) |
+    | `_get_grad_norm` | Trainer trains on when the norm is NaN (trl#6702); the last call before the update |
     | `_maybe_log_save_evaluate` | one NaN loss makes all later ones NaN in the log (transformers#13619) |
-    | `_save_checkpoint` | weights that are NaN are saved, and the last finite ones deleted (as trl#6702) |
-    | `_save` | the export's dtype, and on a mesh one rank alone gathers (transformers#48569) |
+    | `_save_checkpoint` | Trainer saves weights that are NaN, and deletes the last finite ones (trl#6702) |
+    | `_save` | Trainer doesn't cast to the export's dtype; on a mesh only one rank gathers, which hangs (#48569) |
 
-    The public ones, from `get_train_dataloader` to `prediction_step`, make the losses those of a plain loop: `losses`
-    says what is wrong with Trainer's.
+    The data loaders, `get_batch_samples`, `training_step`, `compute_loss`, `evaluation_loop` and `prediction_step` make
+    the losses those of a plain loop: `losses` lists Trainer's faults.
     """
 
     def __init__(self, *args: Any, history: History | None = None, **kwargs: Any) -> None:
@@ -113,7 +112,7 @@ class SftTrainer(SafeCheckpoints, Trainer):  # type: ignore[misc]
             companion_files.describe(model, kwargs.get("processing_class"), output / file_names.DESCRIBED)
         losses.prepare(kwargs)
         try:
-            with mesh_checkpoints.allowed(training):
+            with mesh_checkpoints.past_constructor(training):
                 super().__init__(*args, **kwargs)
         except (ValueError, ImportError) as error:
             raise UserError(
@@ -151,7 +150,7 @@ class SftTrainer(SafeCheckpoints, Trainer):  # type: ignore[misc]
         elif self.accelerator.is_main_process:
             kind = self.accelerator.distributed_type.value
             single = "one process, which holds the whole model"
-            multiple = f"{kind}: no FSDP was asked for; each rank may hold the whole model"
+            multiple = f"{kind}: the YAML doesn't select FSDP; each rank may hold the whole model"
             console.say(multiple if self.args.world_size > 1 else single, style="yellow")
         if self.data_collator.packed:  # after the sharding check: a forward pass leaves FSDP's root unit gathered
             self.add_callback(batching.IsolationCheck(self.data_collator))
@@ -176,16 +175,16 @@ class SftTrainer(SafeCheckpoints, Trainer):  # type: ignore[misc]
             self.finite.check_weights()
             return result
         except Stopped:
-            self.stop.ignore()
+            self.stop.leave_ignored()
             raise
         except BaseException as error:
             if self.args.local_process_index != 0:
-                self.stop.give_in()
-            if isinstance(error, (RuntimeError, CheckpointException)) and saving.is_lost(error):
-                self.checkpoints.blame(error)
+                self.stop.end_by_signal()  # local rank 0 prints the error
+            if isinstance(error, (RuntimeError, CheckpointException)) and saving.lost_a_rank(error):
+                self.checkpoints.stop_for_lost_rank(error)
             raise
         finally:
-            self.hang_timeout.on_train_end()
+            self.hang_timeout.stop()
             self.checkpoints.complete_last()
             self.stop.release()
 
