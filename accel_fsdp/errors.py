@@ -13,7 +13,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from accel_fsdp.launch_environment import LaunchEnvironment
 
@@ -42,24 +42,26 @@ def one_line(text: str) -> str:
 class UserError(Exception):
     """An error that the user can fix.
 
-    `what` names the thing that is wrong (with its file, line or key), `why` the consequence, `fix` what to type next.
+    `what` names the thing that is wrong (with its file, line or key), `why` the consequence, `fix` what to type next;
+    `table` has lines about what is wrong.
     """
 
     exit_code = 1
 
-    def __init__(self, what: str, *, why: str, fix: str) -> None:
-        self.what, self.why, self.fix = what, why, fix
+    def __init__(self, what: str, *, why: str, fix: str, table: Sequence[str] = ()) -> None:
+        self.what, self.why, self.fix, self.table = what, why, fix, table
         super().__init__(what)
 
     def __reduce__(self) -> tuple[Callable[..., "UserError"], tuple[object, ...]]:
-        return _rebuilt, (type(self), self.what, self.why, self.fix)  # to send it from one process to another
+        return _rebuilt, (type(self), self.what, self.why, self.fix, self.table)  # to send it to another process
 
     def __str__(self) -> str:
-        return f"error: {one_line(self.what)}\n  why: {one_line(self.why)}\n  fix: {one_line(self.fix)}"
+        lines = [one_line(self.what), *(f"  {one_line(line)}" for line in self.table)]
+        return "error: " + "\n  ".join([*lines, f"why: {one_line(self.why)}", f"fix: {one_line(self.fix)}"])
 
 
-def _rebuilt(kind: type[UserError], what: str, why: str, fix: str) -> UserError:
-    return kind(what, why=why, fix=fix)
+def _rebuilt(kind: type[UserError], what: str, why: str, fix: str, table: Sequence[str]) -> UserError:
+    return kind(what, why=why, fix=fix, table=table)
 
 
 def in_a_line(error: BaseException) -> str:

@@ -12,16 +12,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import conftest
 import psutil
 from conftest import ROOT, warm_python
 
-Case, Result = TypeVar("Case"), TypeVar("Result")
 NEEDED = ("ip", "nsenter", "unshare")
 NUMBERS = itertools.count()
 """One for each network of this process."""
@@ -69,22 +66,6 @@ class Host:
         with self._unshare:  # closes the pipe
             pass
         subprocess.run(["ip", "-n", self._namespace, "link", "set", "eth0", "down"], check=False, capture_output=True)
-
-
-@contextlib.contextmanager
-def at_once(
-    cases: Mapping[Case, Callable[[list[Host]], Result]], count: int, width: int
-) -> Iterator[Callable[[Case], Result]]:
-    """Runs each case on machines of its own, `width` at the same time: they mostly wait. Yields a case's result."""
-
-    def run(case: Callable[[list[Host]], Result]) -> Result:
-        with network(*(f"n{number + 1}" for number in range(count))) as machines:
-            return case(machines)
-
-    warm_python()  # its server starts once
-    with ThreadPoolExecutor(width) as pool:
-        runs = {name: pool.submit(run, case) for name, case in cases.items()}
-        yield lambda name: runs[name].result()
 
 
 def all_ended(processes: Sequence["subprocess.Popen[str]"], seconds: float) -> list[conftest.Finished]:

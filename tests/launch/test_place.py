@@ -137,7 +137,7 @@ def test_the_first_host_of_slurms_short_lists(name: str, numbers: list[int], wid
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        ("no-such-host.invalid", "this is machine 0, and it doesn't reach itself at no-such-host.invalid"),
+        ("no-such-host.invalid", "this is machine 0, which has not reached itself at no-such-host.invalid"),
         ("localhost", "which no other machine reaches"),
     ],
 )
