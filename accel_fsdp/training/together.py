@@ -25,7 +25,7 @@ OF_CONFIG = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
 
 def compare(*parts: agreement.Settings) -> None:
     """Raises a UserError, the same on all ranks, if their settings differ. Call on all ranks, before training."""
-    if not dist.is_initialized() or dist.get_world_size() < 2:
+    if not dist.is_initialized():
         return
     machine = f"{LaunchEnvironment.now().machine_rank} ({socket.gethostname()})"
     of_ranks: list[Any] = [None] * dist.get_world_size()
@@ -55,12 +55,12 @@ def of_checkpoint(checkpoint: str | None, apart: bool) -> agreement.Settings:
 def of_data(settings: lineage.Settings, held_out: Any, tokenizer: Any) -> agreement.Settings:
     """The tokenizer, and the number and digest of the rows, if this rank has read them."""
     read = settings.get("data", {})
-    rows = {"rows": read.get("rows"), "rows.content": read.get(lineage.CONTENT)}
-    rows["evaluation.content"] = lineage.digest(held_out) if held_out is not None and "rows" in read else None
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = backend.to_str() if backend is not None else str(sorted(tokenizer.get_vocab().items()))
     return {
-        **{name: None if value is None else str(value) for name, value in rows.items()},
+        "rows": str(read["rows"]) if "rows" in read else None,
+        "rows.content": read.get(lineage.CONTENT),
+        "evaluation.content": lineage.digest(held_out) if held_out is not None and "rows" in read else None,
         "tokenizer": agreement.digest_of(content.encode()),
         "chat_template": agreement.digest_of(str(tokenizer.chat_template).encode()),
         "tokenizer.marks": f"{tokenizer.eos_token} {tokenizer.pad_token} {tokenizer.padding_side}",

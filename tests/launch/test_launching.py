@@ -138,17 +138,13 @@ def test_a_script_that_would_train_unsharded_is_not_started(
         assert "accel-fsdp launch --cpu" in str(stopped.value)
 
 
-@pytest.mark.slow(but=1)
-@pytest.mark.parametrize("flags", [["--cpu"], []])
-def test_nothing_is_left_after_ctrl_c(flags: list[str], tmp_path: Path) -> None:
+def test_nothing_is_left_after_ctrl_c(tmp_path: Path) -> None:
     """The terminal sends the signal to the launcher and to its ranks."""
     (temporary := tmp_path / "tmp").mkdir()
     (tmp_path / "job.yaml").write_text(made_yaml(model="llama-3.1-8b", num_processes="2", mixed_precision="no"))
     own = tmp_path / "own.py"
-    own.write_text(
-        "from accel_fsdp.ranks import cpu\nimport os, time\nos.write(1, b'a rank waits\\n')\ntime.sleep(60)\n"
-    )
-    words = [sys.executable, "-m", "accel_fsdp", "launch", *flags, str(tmp_path / "job.yaml"), str(own)]
+    own.write_text("import os, time\nos.write(1, b'a rank waits\\n')\ntime.sleep(60)\n")
+    words = [sys.executable, "-m", "accel_fsdp", "launch", "--cpu", str(tmp_path / "job.yaml"), str(own)]
     environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment
@@ -159,7 +155,7 @@ def test_nothing_is_left_after_ctrl_c(flags: list[str], tmp_path: Path) -> None:
         os.killpg(launcher_process.pid, signal.SIGINT)
         _, output = launcher_process.communicate(timeout=60)
     assert launcher_process.returncode == 130, output
-    assert "Traceback" not in output or not flags, output
+    assert "Traceback" not in output, output
     assert "ended by SIGINT" in output
     until = time.monotonic() + 20
     while left := list(temporary.iterdir()):  # a process of its own removes the rehearsal's folder

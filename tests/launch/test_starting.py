@@ -1,19 +1,21 @@
-"""`accel-fsdp launch` of any script: it runs as Python runs it, and a hang ends and says where the ranks were."""
+"""`accel-fsdp launch` of any script: it runs as Python runs it, ends as it ends, and a hang says where ranks were."""
 
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
-from conftest import Finished, accel_fsdp, at_once, here, made_yaml
+from conftest import ROOT, accel_fsdp, at_once, here, made_yaml
 
 from accel_fsdp.launch import launcher
 
-SECONDS = "15"
 BEGIN = """
 import hashlib, os, sys, time
 from accel_fsdp.ranks import cpu
@@ -31,18 +33,6 @@ if dist.get_rank():
     sleep()
 model(torch.ones(2, 4)).sum().backward()
 """
-ACCELERATE = """
-from accelerate import Accelerator
-
-accelerator = Accelerator()
-model = torch.nn.Sequential(torch.nn.Linear(4, 4))
-model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-for step in range(3):
-    if step == 2 and accelerator.process_index == 1:
-        sleep()
-    accelerator.backward(model(torch.ones(2, 4)).sum())
-    optimizer.step()
-"""
 TRAINER = """
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -59,39 +49,24 @@ Trainer(LlamaForCausalLM(config), args, train_dataset=rows, callbacks=[Sleeps(),
 """
 
 
-SLEEPING = {
-    "torch": (DDP, r"  rank 0: \S+own\.py:14 in <module>$"),
-    "accelerate": (ACCELERATE, r"  rank 0: (\w+, )?\S+own\.py:18 in <module>$"),
-    "trainer": (TRAINER, r"  rank 0: (\w+, )?\S+\.py:\d+ in \w+$"),
-}
-
-
-@pytest.fixture(scope="module")
-def asleep(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
-    """How each script ended, all launched at the same time."""
+def test_a_rank_that_sleeps_ends_the_job_which_says_where_ranks_were(tmp_path: Path) -> None:
+    """In a collective of torch, and in a step of any Trainer."""
+    (tmp_path / "job.yaml").write_text(made_yaml(model="llama-3.1-8b", num_processes="2", mixed_precision="no"))
     launches = []
-    for kind, (body, _) in SLEEPING.items():
-        folder = tmp_path_factory.mktemp(kind)
-        job, script = folder / "job.yaml", folder / "own.py"
-        text = made_yaml(model="llama-3.1-8b", num_processes="2", mixed_precision="no")
-        if body == ACCELERATE:
-            text = re.sub(r".*layer_cls.*\n", "", text.replace("TRANSFORMER_BASED_WRAP", "NO_WRAP"))
-        job.write_text(text)
-        script.write_text(BEGIN.removeprefix("\n") + body.replace("OUT", str(folder / "run")))
-        launches.append(partial(accel_fsdp, "launch", "--no-check", "--hang-timeout", SECONDS, job, script))
-    return dict(zip(SLEEPING, at_once(launches), strict=True))
-
-
-@pytest.mark.parametrize("kind", SLEEPING)
-def test_a_rank_that_sleeps_ends_the_job_which_says_where_ranks_were(kind: str, asleep: dict[str, Finished]) -> None:
-    ended, (_, waits) = asleep[kind], SLEEPING[kind]
-    assert ended.code == 1, ended.output
-    assert re.search(waits, ended.output, re.MULTILINE), ended.output
-    assert re.search(r"  rank 1: \S+own\.py:8 in sleep$", ended.output, re.MULTILINE), ended.output
-    folder = re.search(r"their stacks are in (\S+):", ended.output)
-    assert folder is not None
-    assert 'own.py", line 8 in sleep' in (Path(folder[1]) / "rank_1").read_text()
-    shutil.rmtree(folder[1])
+    for name, body in (("ddp", DDP), ("trainer", TRAINER)):
+        (script := tmp_path / f"{name}.py").write_text(BEGIN.lstrip() + body.replace("OUT", str(tmp_path / "run")))
+        words = ("launch", "--no-check", "--hang-timeout", "15", tmp_path / "job.yaml", script)
+        launches.append(partial(accel_fsdp, *words))
+    for ended, waits in zip(
+        at_once(launches), (r"\S+ddp\.py:14 in <module>", r"(\w+, )?\S+\.py:\d+ in \w+"), strict=True
+    ):
+        assert ended.code == 1, ended.output
+        assert re.search(rf"  rank 0: {waits}$", ended.output, re.MULTILINE), ended.output
+        assert re.search(r"  rank 1: \S+(ddp|trainer)\.py:8 in sleep$", ended.output, re.MULTILINE), ended.output
+        folder = re.search(r"their stacks are in (\S+):", ended.output)
+        assert folder is not None
+        assert '.py", line 8 in sleep' in (Path(folder[1]) / "rank_1").read_text()
+        shutil.rmtree(folder[1])
 
 
 SCRIPTS = {
@@ -134,3 +109,123 @@ def test_a_script_of_a_launch_runs_as_python_runs_it(tmp_path: Path) -> None:
 def test_a_time_that_cannot_be(words: str) -> None:
     refused = here("launch", *words.split(), "job.yaml", "own.py")
     assert (refused.code, f"error: {words}" in refused.output) == (2, True), refused.output
+
+
+ALONE = "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmixed_precision: 'no'\nnum_processes: 1\n"
+SAVES_AND_STOPS = """import os, signal, sys, time
+def received(number, frame):
+    os.write(1, b'%d\\n' % number)
+    if number == signal.SIGTERM:
+        sys.exit(75)
+for name in ("SIGTERM", "SIGHUP", "SIGINT"):
+    signal.signal(signal.Signals[name], received)
+os.write(1, b'%d\\n' % os.getpid())
+for _ in range(300):
+    time.sleep(0.1)
+"""
+"""A script that ends with code 75 at SIGTERM, as train/sft.py does, and goes on at other signals."""
+
+
+def test_each_signal_reaches_the_script_once_and_its_code_is_the_launchers(tmp_path: Path) -> None:
+    """Whether the launcher gets it alone, or its group does, as at Ctrl-C."""
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "job.yaml").write_text(ALONE)
+    (tmp_path / "own.py").write_text(SAVES_AND_STOPS)
+    words = [sys.executable, "-m", "accel_fsdp", "launch", str(tmp_path / "job.yaml"), str(tmp_path / "own.py")]
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(ROOT)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(words, **pipes, text=True, start_new_session=True, env=environment) as launcher:
+        assert launcher.stdout is not None
+        child = psutil.Process(int(launcher.stdout.readline()))
+        try:
+            for send in (os.kill, os.killpg):
+                for number in (signal.SIGHUP, signal.SIGINT):
+                    send(launcher.pid, number)
+                    assert launcher.stdout.readline() == f"{number:d}\n"
+            os.killpg(launcher.pid, signal.SIGTERM)
+            output, errors = launcher.communicate(timeout=60)
+        finally:
+            launcher.kill()
+    assert (launcher.returncode, output) == (75, f"{signal.SIGTERM:d}\n"), errors
+    assert "accel-fsdp: the script ended with exit code 75" in errors
+    assert not child.is_running()
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "said"),
+    [
+        ("raise SystemExit(3)", 3, "exit code 3"),
+        ("import os; os.kill(os.getpid(), 15)", 143, "exit code 143 (SIGTERM)"),
+        ("import os; os.kill(os.getpid(), 1)", 129, "exit code 129 (SIGHUP)"),
+    ],
+)
+def test_a_script_that_fails_alone_gives_its_code_and_no_traceback(
+    ends: str, code: int, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "job.yaml").write_text(ALONE)
+    (tmp_path / "own.py").write_text(f"{ends}\n")
+    finished = here("launch", tmp_path / "job.yaml", tmp_path / "own.py")
+    assert (finished.code, finished.output) == (code, f"accel-fsdp: the script ended with {said}\n")
+
+
+CPUS = "distributed_type: MULTI_CPU\nmixed_precision: 'no'\nnum_machines: 1\nnum_processes: 2\nuse_cpu: true\n"
+SAYS_WHO = """from accelerate import Accelerator
+import os
+accelerator = Accelerator()
+place = os.environ["RANK"] + " of " + os.environ["WORLD_SIZE"]
+mean = accelerator.reduce(__import__("torch").tensor(float(accelerator.process_index)), "mean").item()
+os.write(1, f"rank {place}, {accelerator.distributed_type}, {accelerator.device}, mean {mean}\\n".encode())
+"""
+
+
+def test_processes_on_cpus_start_without_mpirun(tmp_path: Path) -> None:
+    """Accelerate alone would start one."""
+    (tmp_path / "job.yaml").write_text(CPUS)
+    (tmp_path / "own.py").write_text(SAYS_WHO)
+    finished = accel_fsdp("launch", tmp_path / "job.yaml", tmp_path / "own.py")
+    assert finished.code == 0, finished.output
+    for rank in range(2):
+        assert f"rank {rank} of 2, DistributedType.MULTI_CPU, cpu:0, mean 0.5\n" in finished.output
+
+
+@pytest.mark.parametrize("mpi", ["OMPI_COMM_WORLD_SIZE", ""])
+def test_processes_that_mpirun_starts_are_not_started_again(
+    mpi: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "job.yaml").write_text(CPUS)
+    (tmp_path / "own.py").write_text(SAYS_WHO)
+    if mpi:
+        monkeypatch.setenv(mpi, "2")
+    finished = here("launch", "--dry-run", tmp_path / "job.yaml", tmp_path / "own.py")
+    assert ("accelerate launch --multi_gpu" in finished.output) == (not mpi), finished.output
+    assert "ACCELERATE_USE_CPU=" in finished.output
+
+
+def test_without_mpirun_a_hostfile_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "job.yaml").write_text(f"{CPUS}mpirun_config:\n  mpirun_hostfile: hosts\n")
+    (tmp_path / "own.py").write_text(SAYS_WHO)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    finished = here("launch", tmp_path / "job.yaml", tmp_path / "own.py")
+    assert finished.code == 1
+    assert "mpirun or mpiexec were not found" in finished.output
+    assert "Traceback" not in finished.output
+
+
+IGNORES = (
+    "import signal\nprint([signal.getsignal(number).name for number in (signal.SIGINT, signal.SIGHUP)], flush=True)\n"
+)
+
+
+def test_signals_that_a_shell_ignores_stay_ignored(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """`nohup accel-fsdp launch ... &` in a script; the launcher says what ends the job instead."""
+    (tmp_path / "job.yaml").write_text(ALONE)
+    (tmp_path / "own.py").write_text(IGNORES)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}
+    try:
+        launched = here("launch", tmp_path / "job.yaml", tmp_path / "own.py")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert (launched.code, capfd.readouterr().out) == (0, "['SIG_IGN', 'SIG_IGN']\n"), launched.output
+    assert "SIGINT is ignored, as in the background of a shell; kill -TERM ends the job" in launched.output

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import hosts
 import pytest
-from conftest import ROOT, SFT, Finished, made_yaml
+from conftest import SFT, Finished, made_yaml
 from reference import Reference, job_words, losses_of, train
 from safetensors.torch import load_file, save_file
 
@@ -18,9 +18,8 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.training import arguments
 
 pytestmark = pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing())
-HANGING = ROOT / "tests" / "hanging.py"
 STEPS, PER_RANK, RANKS = 6, 2, 4
-FAULT_AFTER, HANG_SECONDS = 3, 15
+HANG_SECONDS = 15
 SECONDS = 120
 ELASTIC = {
     "PET_NNODES": "1:2",
@@ -33,6 +32,25 @@ ELASTIC = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 """What Kubeflow tells torchrun of an elastic job."""
+FAULT = """
+import os, runpy, signal, time
+from pathlib import Path
+import accel_fsdp.training
+from transformers import TrainerCallback, trainer
+
+def wait():
+    time.sleep(300)
+
+class Fault(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3 and os.environ["RANK"] == "3":
+            Path("NOTE").touch()
+            os.kill(os.getpid(), signal.SIGKILL) if "KIND" == "kill" else wait()
+
+trainer.DEFAULT_CALLBACKS.append(Fault)
+runpy.run_path("SFT", run_name="__main__")
+"""
+"""`train/sft.py` unchanged, on whose rank 3 a step doesn't end."""
 Launchers = list["subprocess.Popen[str]"]
 
 
@@ -71,14 +89,10 @@ class Job:
         words = ["-m", "torch.distributed.run", script, *self.words, "--accelerate_config", self.yaml]
         return [host.start([*words, *of_second * rank], **environment) for rank, host in enumerate(self.machines)]
 
-    def fault(self, kind: str) -> dict[str, str]:
-        """What makes rank 3 fail after a step."""
-        note = str(self.folder / "note")
-        return {"HANG": kind, "HANG_STEP": str(FAULT_AFTER), "HANG_RANK": "3", "HANG_NOTE": note}
-
-    def failing(self, kind: str) -> Launchers:
-        """A launch whose rank 3 has begun to fail."""
-        return self.until_fault(self.launch(HANGING, [], lambda rank: {**kubeflow(rank), **self.fault(kind)}))
+    def faulty(self, kind: str) -> Path:
+        text = FAULT.replace("NOTE", str(self.folder / "note")).replace("KIND", kind).replace("SFT", str(SFT))
+        (script := self.folder / "faulty.py").write_text(text)
+        return script
 
     def until_fault(self, started: Launchers) -> Launchers:
         deadline = time.monotonic() + SECONDS
@@ -145,12 +159,8 @@ def test_ranks_of_any_launcher_refuse_what_they_were_told_or_have_loaded_otherwi
         assert machine.code == 1
         assert "host memory while loading" not in machine.output  # which the first step is preceded by
         for name in DIFFERENT:
-            assert re.search(
-                rf"^    {re.escape(name)} +\w+ +\d \(n\d\)\n +\w+ +\d \(n\d\)$", machine.output, re.MULTILINE
-            ), (
-                name,
-                machine.output,
-            )
+            rows = rf"^    {re.escape(name)} +\w+ +\d \(n\d\)\n +\w+ +\d \(n\d\)$"
+            assert re.search(rows, machine.output, re.MULTILINE), (name, machine.output)
 
 
 def says_where(ended: Finished, *ranks: int) -> None:
@@ -161,33 +171,26 @@ def says_where(ended: Finished, *ranks: int) -> None:
         assert re.search(rf"^  rank {rank}: (\w+, )?/\S+\.py:\d+ in \w+$", places, re.MULTILINE), ended.output
 
 
-def test_a_rank_that_sleeps_ends_the_job_on_all_machines(job: Job) -> None:
-    first, second = hosts.all_ended(job.failing("wait"), SECONDS)
+@pytest.mark.parametrize("kind", ["wait", "kill", "power cut"])
+def test_a_rank_that_stops_ends_the_job_on_all_machines(kind: str, job: Job) -> None:
+    """A machine without power closes no connection, and nothing comes."""
+    launchers = job.until_fault(job.launch(job.faulty(kind), [], kubeflow))
+    if kind == "power cut":
+        job.machines[1].cut_power()
+    first, second = hosts.all_ended(launchers, SECONDS)
     says_where(first, 0, 1)
-    says_where(second, 2, 3)
-    assert re.search(r"  rank 3: \S+/hanging\.py:\d+ in wait$", second.output, re.MULTILINE), second.output
-
-
-def test_a_killed_rank_ends_the_job_on_all_machines(job: Job) -> None:
-    first, second = hosts.all_ended(job.failing("kill"), SECONDS)
-    says_where(first, 0, 1)
-    says_where(second, 2)
-    assert re.search("accel-fsdp: rank [23] ended with exit code ", second.output)  # rank 2 may be noticed first
-    assert "  rank 3: wrote none\n" in second.output
-
-
-def test_a_machine_switched_off_ends_the_job(job: Job) -> None:
-    """Its system closes no connection, and nothing comes."""
-    launchers = job.failing("wait")
-    job.machines[1].cut_power()
-    says_where(hosts.all_ended(launchers, SECONDS)[0], 0, 1)
+    if kind != "power cut":
+        says_where(second, 2)
+        of_rank_3 = r"\S+/faulty\.py:\d+ in wait" if kind == "wait" else "wrote none"
+        assert re.search(f"  rank 3: {of_rank_3}$", second.output, re.MULTILINE), second.output
+        assert re.search("accel-fsdp: rank [23] ended with exit code ", second.output)  # rank 2 may be noticed first
 
 
 @pytest.mark.slow
 def test_an_elastic_job_goes_on_without_a_machine(job: Job, reference: Reference) -> None:
     """On two ranks instead of four, with the same rows in each step; as the hint for an elastic Kubeflow job says."""
     job.words += ["--resume_from_checkpoint", "auto", "--hang_timeout", str(HANG_SECONDS)]
-    launchers = job.until_fault(job.torchrun(HANGING, [], **ELASTIC, **job.fault("wait")))
+    launchers = job.until_fault(job.torchrun(job.faulty("wait"), [], **ELASTIC))
     job.machines[1].cut_power()
     first, _ = hosts.all_ended(launchers, SECONDS)
     assert first.code == 0, first.output
