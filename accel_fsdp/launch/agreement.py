@@ -19,13 +19,13 @@ VARIABLES = re.compile(
 )
 """Environment variables that change results, or which collectives a rank calls."""
 OWN_ARGUMENTS = re.compile(
-    r"(\w+_)?(out|output|log|logging|cache|tmp|scratch)_(dir|path|folder|file)|(local|node|machine)_(rank|id)"
-    r"|host(_?name)?|(gpu|device)(s|_ids?)?|(\w+_)?(addr|address|ip|port)|run_name|project|report_to|hub_token"
+    r"(?i)(\w+_)?(out|output|log|logging|cache|tmp|scratch)_(dir|path|folder|file)|(local|node|machine)_(rank|id)"
+    r"|host(_?name)?|(gpu|device)(s|_ids?)?|(\w+_)?(addr|address|ip|port)|run_name|project|report_to"
     r"|disable_tqdm|log_level(_replica)?|log_on_each_node|accelerate_config|dataset_num_proc"
     r"|dataloader_(num_workers|pin_memory|persistent_workers|prefetch_factor)|(ddp|hang)_timeout"
 )
 """Arguments that may differ between machines: places, logs, trackers, how fast data are read, how long to wait."""
-SECRET = re.compile(r"token|(.*_)?(hub|hf|auth|access|api)_?(token|key)|(.*_)?(password|secret)")
+SECRET = re.compile(r"(?i)token|(.*[._])?((hub|hf|auth|access|api)[._]?(token|key)|password|secret)")
 """Arguments that are neither compared nor shown."""
 WORD = re.compile(r"(--?[A-Za-z][\w.-]*|[A-Za-z_+][\w./@]*(?==))(=|\Z)")
 """The beginning of a word that names an argument: `--flag`, `--flag=value` or `name=value`."""

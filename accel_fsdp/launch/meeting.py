@@ -20,10 +20,8 @@ END, READERS = "end", "readers"
 REPORT_SECONDS, OPEN_SECONDS = 10.0, 30.0
 """Between two lines about missing machines; and how long a store may take to answer, or machine 0 to reach itself."""
 WAIT = "the machines would wait for each other until a timeout"
-FIX = (
-    "main_process_ip: an address of machine 0 that all reach, as hostname -I shows it there; --machine-rank N, another "
-    "on each machine, or srun --ntasks-per-node=1; --timeout SECONDS waits longer"
-)
+FIX_ADDRESS = "main_process_ip: an address of machine 0 that the others reach; hostname -I shows those of a machine"
+FIX_RANKS = "--machine-rank N, another on each machine; or srun --ntasks-per-node=1, which numbers them"
 
 
 def meet(rank: int, machines: int, address: str, port: int, settings: Settings, seconds: float) -> None:
@@ -68,14 +66,14 @@ def _reach(rank: int, address: str, port: int, seconds: float) -> None:
         report = f"{who} at {address}:{port} for {waited:.0f} s: {problem}"
         if waited >= seconds:
             why = "it was not started, has another address, port or rank, or a firewall drops the port"
-            raise UserError(report, why=why, fix=FIX)
+            raise UserError(report, why=why, fix=f"{FIX_ADDRESS}; {FIX_RANKS}")
         if waited >= reported + REPORT_SECONDS:
             console.say(f"accel-fsdp: {report}")
             reported = waited
         time.sleep(0.2)
     if peer == "::1" or peer.startswith("127."):
         what = f"{address} is {peer} on this machine, which no other machine reaches"
-        raise UserError(what, why=f"{WAIT}; /etc/hosts may map a machine's own name so", fix=FIX)
+        raise UserError(what, why=f"{WAIT}; /etc/hosts may map a machine's own name so", fix=FIX_ADDRESS)
 
 
 def _compare(
@@ -92,7 +90,7 @@ def _compare(
     try:
         if (other := store.compare_set(str(rank), "", own).decode()) != own:
             who = ", and ".join(sorted("{} (process {})".format(*json.loads(line)[:2]) for line in (own, other)))
-            end(UserError(f"two machines were started as machine {rank}: {who}", why=WAIT, fix=FIX))
+            end(UserError(f"two machines were started as machine {rank}: {who}", why=WAIT, fix=FIX_RANKS))
         left = seconds
         while not waiting.comes_true(lambda: store.check([END]) or store.check(ranks), min(REPORT_SECONDS, left)):
             left = began + seconds - time.monotonic()
@@ -100,7 +98,7 @@ def _compare(
             status = f"of {machines} machines, these are missing after {seconds - left:.0f} s: {missing}"
             console.say(f"accel-fsdp: {status}; machine 0 waits at {place}")
             if left <= 0:
-                end(UserError(status, why=WAIT, fix=FIX))
+                end(UserError(status, why=WAIT, fix="start the missing ones; --timeout SECONDS waits longer"))
         if not store.check([END]):
             members = [(number, *json.loads(store.get(number))) for number in ranks]
             end(difference([(f"{number} ({name})", told) for number, name, _, told in members]))

@@ -54,12 +54,6 @@ runpy.run_path("SFT", run_name="__main__")
 Launchers = list["subprocess.Popen[str]"]
 
 
-@pytest.fixture
-def machines() -> Iterator[list[hosts.Host]]:
-    with hosts.network("n1", "n2") as machines:
-        yield machines
-
-
 @pytest.fixture(scope="module")
 def reference(tiny_model: Path, text_data: Path) -> Reference:
     return train(tiny_model, text_data, steps=STEPS, global_batch=PER_RANK * RANKS)
@@ -104,8 +98,9 @@ class Job:
 
 
 @pytest.fixture
-def job(tmp_path: Path, tiny_model: Path, text_data: Path, machines: list[hosts.Host]) -> Job:
-    return Job(tmp_path, tiny_model, text_data, machines)
+def job(tmp_path: Path, tiny_model: Path, text_data: Path) -> Iterator[Job]:
+    with hosts.network("n1", "n2") as machines:
+        yield Job(tmp_path, tiny_model, text_data, machines)
 
 
 def kubeflow(rank: int) -> dict[str, str]:
