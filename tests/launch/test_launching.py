@@ -2,13 +2,15 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import ROOT, SFT, ended, made_yaml, start, warm_python
+from conftest import ROOT, SFT, made_yaml
 
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch import launcher
@@ -136,22 +138,29 @@ def test_a_script_that_would_train_unsharded_is_not_started(
         assert "accel-fsdp launch --cpu" in str(stopped.value)
 
 
-def test_nothing_is_left_after_ctrl_c(tmp_path: Path) -> None:
-    """A terminal sends the signal to the launcher, and the ranks have sessions of their own."""
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("flags", [["--cpu"], []])
+def test_nothing_is_left_after_ctrl_c(flags: list[str], tmp_path: Path) -> None:
+    """The terminal sends the signal to the launcher and to its ranks."""
     (temporary := tmp_path / "tmp").mkdir()
     (tmp_path / "job.yaml").write_text(made_yaml(model="llama-3.1-8b", num_processes="2", mixed_precision="no"))
     own = tmp_path / "own.py"
-    own.write_text("import os, time\nos.write(1, b'a rank waits\\n')\ntime.sleep(60)\n")
-    warm = {**warm_python(), "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
-    words = [warm["PYTHON_EXEC"], "-m", "accel_fsdp", "launch", "--cpu", str(tmp_path / "job.yaml"), str(own)]
-    process = start(words, {**os.environ, **warm})
-    assert process.stdout is not None
-    waiting = (line for line in process.stdout if line == "a rank waits\n")
-    assert [next(waiting) for _ in range(2)]
-    os.killpg(process.pid, signal.SIGINT)
-    stopped = ended(process, seconds=60)
-    assert (stopped.code, "Traceback" in stopped.output) == (130, False), stopped.output
-    assert "ended by SIGINT" in stopped.output
+    own.write_text(
+        "from accel_fsdp.ranks import cpu\nimport os, time\nos.write(1, b'a rank waits\\n')\ntime.sleep(60)\n"
+    )
+    words = [sys.executable, "-m", "accel_fsdp", "launch", *flags, str(tmp_path / "job.yaml"), str(own)]
+    environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment
+    ) as launcher_process:
+        assert launcher_process.stdout is not None
+        for _ in range(2):
+            assert launcher_process.stdout.readline() == "a rank waits\n"
+        os.killpg(launcher_process.pid, signal.SIGINT)
+        _, output = launcher_process.communicate(timeout=60)
+    assert launcher_process.returncode == 130, output
+    assert "Traceback" not in output or not flags, output
+    assert "ended by SIGINT" in output
     until = time.monotonic() + 20
     while left := list(temporary.iterdir()):  # a process of its own removes the rehearsal's folder
         assert time.monotonic() < until, left
