@@ -94,6 +94,7 @@ NO_EQUIVALENT: Mapping[str, tuple[str, Collection[str] | None, str]] = {
 """The one table of what has no equivalent: why, the values without a meaning to keep (`ALL`: each), and the argument of
 the script that replaces others. Keys without a row mean nothing to the other engine."""
 ADDED = {
+    "distributed_type": "the new engine",
     "fsdp_state_dict_type": "as the old engine saves",
     "fsdp_backward_prefetch": "FSDP2 prefetches by itself, FSDP1 when this is set",
     "zero3_save_16bit_model": "without it save_model writes no model",
@@ -101,7 +102,7 @@ ADDED = {
     "gradient_clipping": "from the training arguments",
     "deepspeed_multinode_launcher": "started on each machine, as before",
 }
-"""Why a key is added."""
+"""Why a key is added or changed."""
 
 
 def _breaks(key: str, value: Any, job: JobConfig) -> bool:
@@ -250,7 +251,8 @@ class Conversion:
                 section, key = place
                 self.edits.append(Edit(section, self.job.written_name(section, key), value))
                 old = show(self.job.section(section).get(key))
-                yield Change(_path(section, key), "changed", old, show(value))
+                why = ADDED.get(key, "") if top_only else ""
+                yield Change(_path(section, key), "changed", old, show(value), why=why)
 
     def _is_open(self, place: Place) -> bool:
         """Whether the file leaves a key to the model, the machine or the command line, and nobody has answered it."""
@@ -295,11 +297,11 @@ class Conversion:
         for raw, value in content.items():
             key = full_name(self.section, raw)
             known = key if (self.section, key) in BY_NAME or key in RETIRED else raw
-            new_key, why = self._named(key), _without_effect(self.engine, self.section, key, value)
+            new_key, idle = self._named(key), _without_effect(self.engine, self.section, key, value)
             if names[key] != raw:
                 yield self._lost(raw, known, value, "written twice, the later one is used")
-            elif why:
-                yield self._lost(raw, known, value, *why)
+            elif idle:
+                yield self._lost(raw, known, value, *idle)
             elif (self.place, new_key) in self.after:
                 yield from self._kept(raw, key, new_key, value)
             elif not self._is_still_read(key):

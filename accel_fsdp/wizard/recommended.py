@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.config import ENGINE_NAMES, FSDP_VERSIONS, STRATEGIES, TORCH_DTYPES, Engine
+from accel_fsdp.config import ENGINE_NAMES, FSDP_VERSIONS, STRATEGIES, TORCH_DTYPES, Engine, Precision
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import gpus, machines
 from accel_fsdp.job import FSDP_KINDS, Job, Layout, Recipe, from_arguments, recompute_by
@@ -93,9 +93,9 @@ def problem_of(context: Context) -> "Problem | None":
     number, asked = context["num_machines"], str(answers.get("num_processes", ""))
     ranks = int(asked) if _is_number(asked) and int(asked) else machine.count * number
     layout = Layout.ddp(ranks, max(ranks // number, 1)) if ranks > 1 else Layout.alone()
-    precision = answers.get("mixed_precision")
-    if precision not in TORCH_DTYPES:
-        precision = "bf16" if machines.has_bf16(machine) else "fp16"
+    usual: Precision = "bf16" if machines.has_bf16(machine) else "fp16"
+    asked_precision = answers.get("mixed_precision")
+    precision = asked_precision if asked_precision in TORCH_DTYPES else usual
     recipe = from_arguments.planned_recipe(context["method"], precision)
     attention = "sdpa" if shape.eager_only else recipe.attention
     return Problem(shape, tapes, gpu, Job(layout, replace(recipe, length=length, attention=attention)))
