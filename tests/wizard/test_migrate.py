@@ -195,7 +195,7 @@ distributed_type: FSDP  # kind
 # before the section
 fsdp_config:
   # before the strategy
-  fsdp_reshard_after_forward: false # memory is fine
+  fsdp_reshard_after_forward: false  # memory is fine
   # before the retired key
   # before the policy
 
