@@ -370,18 +370,16 @@ class Conversion:
         to_zero, from_zero = self.other is Engine.DEEPSPEED, self.engine is Engine.DEEPSPEED
         unwraps = self.job.is_fsdp and self.place == self.section and self.old.wrap_policy == "NO_WRAP"
         hybrid, nearest = "hybrid is ZeRO++ or MiCS, in DeepSpeed's own JSON", "SHARD_GRAD_OP is nearest"
+        unwraps = unwraps and self.new.wrap_policy != "NO_WRAP"
+        is_hybrid = to_zero and self._is_hybrid() and not mesh_problem(self.job, "zero")
         losses = (
-            (to_zero and self._is_hybrid() and not mesh_problem(self.job, "zero"), "hybrid sharding", hybrid),
-            (self._mesh_loss(), MESH, self._mesh_loss()),
-            (from_zero and self.old.zero_stage == 1, "ZeRO-1", f"ZeRO-1 has no FSDP twin: {nearest}"),
-            (
-                unwraps and self.new.wrap_policy != "NO_WRAP",
-                "fsdp_auto_wrap_policy",
-                "activation checkpointing needs a wrap policy",
-            ),
-            (self.old.ep > self.new.ep == 1, EXPERT_FLAG, "FSDP2 alone has expert parallelism"),
+            (is_hybrid, "hybrid sharding", "", hybrid),
+            (self._mesh_loss(), MESH, "", self._mesh_loss()),
+            (from_zero and self.old.zero_stage == 1, "ZeRO-1", "", f"ZeRO-1 has no FSDP twin: {nearest}"),
+            (unwraps, "fsdp_auto_wrap_policy", "NO_WRAP", "activation checkpointing needs a wrap policy"),
+            (self.old.ep > self.new.ep == 1, EXPERT_FLAG, str(self.old.ep), "FSDP2 alone has expert parallelism"),
         )
-        yield from (Change(key, "lost", why=why, breaks=True) for is_lost, key, why in losses if is_lost)
+        yield from (Change(key, "lost", old, why=why, breaks=True) for is_lost, key, old, why in losses if is_lost)
 
     def _is_hybrid(self) -> bool:
         if self.engine is Engine.FSDP1:
