@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import SFT, accel_fsdp
+from conftest import SFT, here
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import CLIPConfig
@@ -80,19 +80,19 @@ def test_an_address_is_taken(address: str) -> None:
 def test_machines_that_an_engine_starts_need_no_address(flags: list[str], tmp_path: Path) -> None:
     """Its job file is made of the YAML alone, with the GPUs that its first lines name."""
     path, job = tmp_path / "made.yaml", tmp_path / "job.sh"
-    finished = accel_fsdp("config", "--yes", "--model", "llama-3.1-8b", *flags, "-o", path)
+    finished = here("config", "--yes", "--model", "llama-3.1-8b", *flags, "-o", path)
     assert finished.code == 0, finished.output
     assert "without the first machine's address a cluster engine has to give it" in " ".join(finished.output.split())
     assert "main_process_ip" not in yaml.safe_load(path.read_text())
     assert f"accel-fsdp launch {path} train/sft.py" in finished.output
-    checked = accel_fsdp("check", "--strict", path)
+    checked = here("check", "--strict", path)
     assert checked.code == 0, checked.output
     words = ["--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", "/shared/run"]
     for engine in ("slurm", "kubernetes", "skypilot", "torchrun"):
-        written = accel_fsdp("script", engine, "--force", "-o", job, path, SFT, *words)
+        written = here("script", engine, "--force", "-o", job, path, SFT, *words)
         assert written.code == 0, written.output
     again = shlex.split(path.read_text().splitlines()[2].removeprefix("#"))
-    assert accel_fsdp(*again[1:], "-o", tmp_path / "again.yaml").code == 0
+    assert here(*again[1:], "-o", tmp_path / "again.yaml").code == 0
     assert (tmp_path / "again.yaml").read_bytes() == path.read_bytes()
 
 
@@ -189,12 +189,12 @@ def test_a_layer_class_that_is_named_needs_no_model(flags: list[str], script: st
     (tmp_path / "flux").mkdir()
     path = tmp_path / "made.yaml"
     words = [str(tmp_path / word) if word == "./flux" else word for word in flags]
-    finished = accel_fsdp("config", "--yes", *words, "--gpus", "8xH100", "-o", path)
+    finished = here("config", "--yes", *words, "--gpus", "8xH100", "-o", path)
     assert finished.code == 0, finished.output
     assert f"accelerate launch --config_file {path} {script}" in finished.output
     assert yaml.safe_load(path.read_text())["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] == flags[1]
     again = shlex.split(path.read_text().splitlines()[2].removeprefix("#"))
-    assert accel_fsdp(*again[1:], "-o", tmp_path / "again.yaml").code == 0
+    assert here(*again[1:], "-o", tmp_path / "again.yaml").code == 0
     assert (tmp_path / "again.yaml").read_bytes() == path.read_bytes()
 
 
