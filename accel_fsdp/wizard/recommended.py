@@ -111,21 +111,28 @@ def candidate(context: Context) -> "Candidate | None":
         return None
     asked = wanted(context)
     axes = (str(context.given.get(axis)) for axis in MESH)
-    key = (id(problem.tapes), problem.gpu.name, problem.gpu.memory_gib, problem.job, *asked.items(), *axes)
+    find = _on_mesh if _divides(context) else _searched
+    return _cached(problem, (*asked.items(), *axes), lambda: find(context, problem, asked))
+
+
+def _cached(problem: "Problem", answers: tuple[Any, ...], find: "Callable[[], Candidate | None]") -> "Candidate | None":
+    key = (id(problem.tapes), problem.gpu.name, problem.gpu.memory_gib, problem.job, *answers)
     if key not in _CACHE:
         try:
-            _CACHE[key] = _on_mesh(context, problem) if _divides(context) else _searched(context, problem, asked)
+            _CACHE[key] = find()
         except UserError:  # what this method allocates can't be recorded
             _CACHE[key] = None
     return _CACHE[key]
 
 
 def _searched(context: Context, problem: "Problem", asked: Mapping[str, Any]) -> "Candidate | None":
-    """The recommendation among the layouts that the plan tries, or in the one that is answered, such as NO_SHARD."""
+    """The recommendation among the layouts that the plan tries, or in the one that is answered, such as NO_SHARD.
+
+    The one without any answer stays while the answers agree with it.
+    """
     from accel_fsdp.prediction import layouts, search
 
-    agrees = _agreement(asked)
-    plain = _overall(problem)
+    agrees, plain = _agreement(asked), _cached(problem, (), lambda: search.best(problem))
     if plain and agrees(plain.job) and asked.get("batch", plain.recipe.rows) == plain.recipe.rows:
         return plain
     if "batch" in asked:
@@ -138,23 +145,13 @@ def _searched(context: Context, problem: "Problem", asked: Mapping[str, Any]) ->
     return found or search.least(problem, jobs, agrees)
 
 
-def _overall(problem: "Problem") -> "Candidate | None":
-    """The recommendation without any answer, which stays while the answers agree with it."""
-    from accel_fsdp.prediction import search
-
-    key = (id(problem.tapes), problem.gpu.name, problem.gpu.memory_gib, problem.job)
-    if key not in _CACHE:
-        _CACHE[key] = search.best(problem)
-    return _CACHE[key]
-
-
 def _divides(context: Context) -> bool:
     """Whether layers or experts are divided, by an answer or a flag."""
     answers = {**context.wished, **context.given}
     return any(str(answers.get(axis) or 1) != "1" for axis in MESH[1:])
 
 
-def _on_mesh(context: Context, problem: "Problem") -> "Candidate | None":
+def _on_mesh(context: Context, problem: "Problem", asked: Mapping[str, Any]) -> "Candidate | None":
     """One row on the mesh of the answers, with checkpointing where it doesn't fit without; None before its sizes."""
     layout = layout_of(context) if "ep" in context.given else None
     if layout is None:
