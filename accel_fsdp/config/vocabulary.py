@@ -1,6 +1,7 @@
-"""The names that an Accelerate YAML and its users give to methods, engines, strategies and dtypes."""
+"""The names that an Accelerate YAML and its users give to methods, engines, strategies, dtypes and cluster engines."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
@@ -32,8 +33,6 @@ LABELS: Mapping[Engine, str] = {
     Engine.DEEPSPEED: "DeepSpeed",
     Engine.TPU: "TPU",
 }
-
-
 DISTRIBUTED_TYPES: Mapping[Engine, str] = {
     Engine.NONE: "NO",
     Engine.DDP: "MULTI_GPU",
@@ -95,12 +94,8 @@ TORCH_DTYPES = {**{short: LONG_DTYPES[short] for short in ("bf16", "fp16")}, "no
 DTYPES = ("float32", "bfloat16", "float16")
 """The dtypes of loaded and exported weights."""
 LOW_DTYPES = ("bfloat16", "float16")
-
-
 ANY_FSDP, ANY_ZERO = "FSDP", "ZeRO"
 """The common names of FSDP's versions and of DeepSpeed's stages."""
-
-
 DEFAULT_ZERO_STAGE = 2
 """The stage that Accelerate's launcher takes if `zero_stage` is missing."""
 
@@ -121,8 +116,36 @@ TARGETS: Mapping[MigrationTarget, str] = {
     "zero3": deepspeed_name(3),
 }
 """Values of `migrate --to`, and their labels."""
-
-
 EXPERT_FIELD = "expert_parallel_size"
 EXPERT_FLAG = f"--{EXPERT_FIELD}"
 """The flag of `train/sft.py` for experts, which Accelerate has no key for."""
+ClusterWord = Literal["slurm", "kubernetes", "skypilot", "torchrun"]
+
+
+@dataclass(frozen=True)
+class ClusterEngine:
+    """`submit` is the command that takes its job file.
+
+    `takes` are the flags of `accel-fsdp script` that this engine supports, and some others don't.
+
+    `places`: whether `accel-fsdp launch` reads a machine's number and the first machine's address from the engine's
+    variables. Otherwise the user gives them.
+    """
+
+    title: str
+    submit: str
+    places: bool = True
+    takes: frozenset[str] = frozenset()
+
+
+CLUSTER_ENGINES: Mapping[ClusterWord, ClusterEngine] = {
+    "slurm": ClusterEngine("SLURM", "sbatch"),
+    "kubernetes": ClusterEngine("Kubernetes", "kubectl create -f", takes=frozenset({"--image"})),
+    "skypilot": ClusterEngine("SkyPilot", "sky jobs launch", takes=frozenset({"--image", "--spot"})),
+    "torchrun": ClusterEngine("torchrun", "bash", places=False),
+}
+PLACING = [engine.title for engine in CLUSTER_ENGINES.values() if engine.places]
+
+
+def engines_taking(flag: str) -> list[str]:
+    return [word for word, engine in CLUSTER_ENGINES.items() if flag in engine.takes]

@@ -1,6 +1,5 @@
 from . import convert as convert
 from . import interview as interview
-from . import notes as notes
 from . import questions as questions
 from . import reading as reading
 from . import recommended as recommended

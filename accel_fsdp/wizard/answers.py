@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from accel_fsdp.config import (
     AXES,
+    DEFAULT_ZERO_STAGE,
     HYBRID,
     STRATEGIES,
     EngineName,
@@ -22,31 +23,32 @@ MESH = ("dp_replicate", "tp", "ep")
 class Answers:
     """A complete set of answers, in the order of the questions: everything that decides the YAML.
 
+    The defaults stand for what a file leaves open.
     Consequences for the training script come last: `script_checkpoints` says that it has to checkpoint activations,
     because Accelerate can't, `auto_class` names its model class. `seq_len` and `batch` are the tokens of a row and one
     GPU's rows, None and 0 if memory can't be predicted. `dp_replicate`, `tp` and `ep` are sizes of FSDP2's mesh:
     replicas, 0 for one on each machine, and ranks that divide layers and experts.
     """
 
-    model: str
-    method: Method
-    gpus: str
-    num_machines: int
-    engine: EngineName
-    fsdp_version: int
-    strategy: int
-    zero_stage: int
-    mixed_precision: Precision
-    num_processes: int
-    wrap_policy: WrapPolicy
-    layer_class: tuple[str, ...]
-    min_num_params: int
-    cpu_offload: bool
-    activation_checkpointing: bool
-    state_dict_type: StateDictType
-    ram_efficient_loading: bool
-    main_process_ip: str
-    main_process_port: int
+    model: str = ""
+    method: Method = "full"
+    gpus: str = "cpu"
+    num_machines: int = 1
+    engine: EngineName = "fsdp"
+    fsdp_version: int = 2
+    strategy: int = 1
+    zero_stage: int = DEFAULT_ZERO_STAGE
+    mixed_precision: Precision = "no"
+    num_processes: int = 0
+    wrap_policy: WrapPolicy = "TRANSFORMER_BASED_WRAP"
+    layer_class: tuple[str, ...] = ()
+    min_num_params: int = 100_000_000
+    cpu_offload: bool = False
+    activation_checkpointing: bool = False
+    state_dict_type: StateDictType = "SHARDED_STATE_DICT"
+    ram_efficient_loading: bool = True
+    main_process_ip: str = ""
+    main_process_port: int = 0
     seq_len: int | None = None
     activation_offload: bool = False
     batch: int = 0

@@ -1,15 +1,27 @@
-"""Asks in a terminal the questions that flags, presets and files leave open, and those that the user changes."""
+"""Asks in a terminal the questions that flags, presets and files leave open, and those that the user changes.
 
-from collections.abc import Mapping
+Enter answers, Escape goes back, Ctrl-C stops. The only import of questionary.
+"""
+
+import textwrap
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import questionary
+from prompt_toolkit.application import get_app_session
+from prompt_toolkit.filters import Always
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent, merge_key_bindings
 
 from accel_fsdp import console
 from accel_fsdp.errors import UserError
-from accel_fsdp.wizard import prompts
 from accel_fsdp.wizard.interview import Interview, in_words, read_model
-from accel_fsdp.wizard.question import Context, Question, settle
+from accel_fsdp.wizard.question import Context, Option, Question, settle
 from accel_fsdp.wizard.questions import QUESTIONS
 
+BACK = object()
+"""The answer after Escape."""
+ESCAPE_SECONDS = 0.1
+"""Seconds to wait after Escape for the rest of an arrow key's sequence."""
 FIELDS = [question.field for question in QUESTIONS]
 GREETING = (
     "Arrow keys choose, Enter answers, Escape goes back one question, Ctrl-C stops and writes nothing. "
@@ -30,7 +42,7 @@ def change(session: Interview, field: str) -> None:
     """Asks one question again; answers that no longer fit fall back to their defaults, with a message."""
     question = next(question for question in QUESTIONS if question.field == field)
     answer = _ask(question, session.settled(until=field), session.settled()[field])
-    if answer is not prompts.BACK:
+    if answer is not BACK:
         session.flags, session.given[field] = {}, answer  # what was typed as a flag is now an answer like the others
 
 
@@ -49,7 +61,7 @@ def _ask_from(session: Interview, position: int) -> None:
             position += 1
             continue
         answer = _ask(question, context, session.given.get(question.field))
-        if answer is prompts.BACK:
+        if answer is BACK:
             position = FIELDS.index(session.asked.pop()) if session.asked else position
             continue
         session.given[question.field] = answer
@@ -60,8 +72,8 @@ def _ask_from(session: Interview, position: int) -> None:
 def _ask(question: Question, context: Context, before: Any) -> Any:
     """Asks until the answer passes the question's own check, and the model can be read; returns it, or BACK."""
     while True:
-        answer = prompts.ask(question, context, before)
-        if answer is prompts.BACK:
+        answer = prompt(question, context, before)
+        if answer is BACK:
             return answer
         try:
             settle(question, context, answer)
@@ -78,3 +90,115 @@ def _at_prompt(error: UserError, question: Question) -> str:
     if fix.startswith(f"{question.flag} "):
         fix = f"type {fix.replace(f'{question.flag} ', '').replace('ID_OR_FOLDER', 'a hub id or a folder')}"
     return str(UserError(in_words(error.what), why=in_words(error.why), fix=in_words(fix)))
+
+
+def prompt(question: Question, context: Context, before: Any) -> Any:
+    """Asks once, with the answer `before` or the default proposed; Ctrl-C raises KeyboardInterrupt.
+
+    The default is grey and disappears on typing; an earlier answer can be edited.
+    """
+    value, reason = question.default(context)
+    if question.options is None:
+        answer, shown = _ask_text(
+            question.prompt, _as_text(value), reason, None if before is None else _as_text(before)
+        )
+    else:
+        answer, shown = _ask_choice(question, context, value if before is None else before, reason)
+    if answer is not BACK:
+        console.answered(question.title, shown)
+    return answer
+
+
+def _as_text(value: Any) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _ask_text(prompt: str, default: str, reason: str, before: str | None) -> tuple[Any, str]:
+    first, instruction = _fit_lines(prompt, reason, room=len(default) + 2)
+    grey = [("class:instruction", default)]
+    answer = _run(questionary.text(first, default=before or "", instruction=instruction + " ", placeholder=grey))
+    answer = default if answer == "" else answer
+    return answer, answer
+
+
+def _ask_choice(question: Question, context: Context, proposed: Any, reason: str) -> tuple[Any, str]:
+    assert question.options is not None
+    options = [option for option in question.options(context) if option.offered or option.value == proposed]
+    choices = [
+        _choice(option, f"proposed: {reason}" * (option.value == question.default(context)[0])) for option in options
+    ]
+    free = [choice for choice in choices if not choice.disabled]
+    default = next((choice for choice in free if str(choice.value) == str(proposed)), free[0])
+    prompt = _fill(question.prompt, start=4, indent=2)  # questionary adds two spaces
+    answer = _run(questionary.select(prompt, choices, default=default, instruction=" ", use_jk_keys=False))
+    label = next((option.label for option in options if option.value == answer), "")
+    return answer, label.rpartition(": ")[0] or label
+
+
+def pick(text: str, rows: Sequence[tuple[str, str]], instruction: str) -> Any:
+    """Lets the user pick one of several rows (value, label); Escape returns BACK. Leaves nothing on the screen."""
+    choices = [_choice(Option(value, label)) for value, label in rows]
+    first, hint = _fit_lines(text, instruction)
+    return _run(questionary.select(first, choices, instruction=hint, use_jk_keys=False))
+
+
+def confirm(text: str, default: bool) -> bool:
+    """Asks a yes-or-no question; Escape means no, Ctrl-C raises KeyboardInterrupt."""
+    answer = _run(questionary.confirm(text, default=default)) is True
+    console.answered(text, "yes" if answer else "no")
+    return answer
+
+
+def pause() -> None:
+    """Waits for a key, so that the user can read the output."""
+    _run(questionary.press_any_key_to_continue("Any key goes back to the review"))
+
+
+def _fit_lines(prompt: str, reason: str, room: int = 0) -> tuple[str, str]:
+    """Prompt and reason, broken between words; the reason gets its own lines if it doesn't fit with `room`."""
+    first, instruction = _fill(prompt, start=2, indent=2), f"({reason})"
+    end = len(first.splitlines()[-1]) + 3
+    if end + len(instruction) + room < _columns():
+        return first, instruction
+    return first, "\n  " + _fill(instruction, start=2, indent=3)
+
+
+def _choice(option: Option, hint: str = "") -> questionary.Choice:
+    """An option broken between words; questionary draws a disabled one as `- label (why)`.
+
+    The hint, and the option's condition, are shown while the option is highlighted.
+    """
+    label = _fill(option.label, start=5, indent=5)
+    why = _fill(option.disabled, start=len(label.splitlines()[-1]) + 7, indent=5)
+    hints = "; ".join(filter(None, (hint, option.caution)))
+    return questionary.Choice(label, value=option.value, disabled=why or None, description=hints or None)
+
+
+def _fill(text: str, start: int, indent: int) -> str:
+    """`text` in lines of the terminal's width; the first begins in column `start`, the others in column `indent`."""
+    lines = textwrap.wrap(
+        text, _columns() - 1, initial_indent=" " * start, subsequent_indent=" " * indent, break_on_hyphens=False
+    )
+    return "\n".join(lines).lstrip(" ")
+
+
+def _columns() -> int:
+    """The terminal's width, which prompt_toolkit draws in, regardless of the variable COLUMNS."""
+    return get_app_session().output.get_size().columns
+
+
+def _run(question: questionary.Question) -> Any:
+    """Runs a question: wraps long lines, returns BACK on Escape, and clears the prompt after an answer."""
+    application = question.application
+    application.erase_when_done = True
+    bindings = KeyBindings()
+
+    @bindings.add("escape", eager=True)
+    def back(event: KeyPressEvent) -> None:
+        event.app.exit(result=BACK)
+
+    for window in application.layout.find_all_windows():
+        window.wrap_lines = Always()
+    application.key_bindings = merge_key_bindings([application.key_bindings or KeyBindings(), bindings])
+    application.ttimeoutlen = ESCAPE_SECONDS
+    return question.unsafe_ask()

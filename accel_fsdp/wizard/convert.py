@@ -4,13 +4,14 @@ Pure. The meanings are those of Accelerate 1.15, and the tests compare them with
 effect in the old file gets none in the new one.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from accel_fsdp.config import (
     BY_NAME,
     EXPERT_FLAG,
+    FALSE_WORDS,
     HYBRID,
     MULTI_CPU,
     NULL_IS_ABSENT,
@@ -26,7 +27,6 @@ from accel_fsdp.config import (
     Kind,
     MigrationTarget,
     apply,
-    deepspeed_name,
     full_name,
 )
 from accel_fsdp.errors import UsageError
@@ -34,15 +34,9 @@ from accel_fsdp.units import counted
 from accel_fsdp.wizard.answers import Answers
 from accel_fsdp.wizard.question import engine_of
 from accel_fsdp.wizard.reading import KEYS, MESH, UNKNOWN, class_names, effective, is_readable
-from accel_fsdp.wizard.to_yaml import to_mapping
+from accel_fsdp.wizard.to_yaml import SECTIONS, Place, flat_mapping
 
-Place = tuple[str, str]
-"""A section and a key."""
-SECTIONS = {
-    **dict.fromkeys((Engine.FSDP1, Engine.FSDP2, Engine.TPU), "fsdp_config"),
-    Engine.DEEPSPEED: "deepspeed_config",
-}
-STRATEGY = "fsdp_sharding_strategy"
+STRATEGY, OWN_FILE = "fsdp_sharding_strategy", "deepspeed_config_file"
 SAME_SETTING = (
     (STRATEGY, "fsdp_reshard_after_forward", "zero_stage"),
     ("fsdp_offload_params", "offload_optimizer_device"),
@@ -50,7 +44,6 @@ SAME_SETTING = (
     ("fsdp_activation_checkpointing", "fsdp_xla_fsdp_grad_ckpt"),
 )
 """The names of one setting in different engines: a key takes its comments along."""
-CHECKPOINTING = "--gradient_checkpointing true"
 
 
 @dataclass(frozen=True)
@@ -70,57 +63,38 @@ class Change:
     fix: str = ""
 
 
-def _is_on(value: Any, job: JobConfig) -> bool:
-    return str(value).lower() in TRUE_WORDS
-
-
-def _is_other_than(*harmless: str) -> Callable[[Any, JobConfig], bool]:
-    return lambda value, job: str(value).lower() not in harmless
-
-
-def _several(launchers: Collection[str]) -> Callable[[Any, JobConfig], bool]:
-    """Whether several machines are started by another launcher than these."""
-
-    def differs(value: Any, job: JobConfig) -> bool:
-        launcher = str(job.section("deepspeed_config").get("deepspeed_multinode_launcher")).lower()
-        return job.number("num_machines") > 1 and launcher not in launchers
-
-    return differs
-
-
-@dataclass(frozen=True)
-class Loss:
-    """Why a key has no equivalent in another engine, the values whose meaning is lost, and the script's argument."""
-
-    why: str
-    breaks: Callable[[Any, JobConfig], bool] = lambda value, job: False
-    fix: str = ""
-
-
-_HOSTS = Loss("accelerate launch starts the processes on each machine", _several(("standard",)))
-NO_EQUIVALENT: Mapping[str, Loss] = {
-    "fsdp_activation_checkpointing": Loss("an argument of the script turns it on", _is_on, CHECKPOINTING),
-    "fsdp_activation_checkpointing_offload": Loss("FSDP2 alone can offload checkpointed inputs", _is_on),
-    "fsdp_offload_params": Loss("DDP has none", _is_on),
-    "fsdp_ignored_modules": Loss("all modules are treated alike", lambda value, job: True),
-    "fsdp_use_orig_params": Loss("only FSDP1 has the choice"),
-    "fsdp_sync_module_states": Loss("only FSDP1 needs it"),
-    "fsdp_backward_prefetch": Loss("only FSDP1 needs it"),
-    "fsdp_forward_prefetch": Loss("only FSDP1 has it; for speed alone"),
-    "fsdp_state_dict_type": Loss("the engine has its own checkpoints"),
-    "fsdp_cpu_ram_efficient_loading": Loss("every rank loads the model: more host memory"),
-    "gradient_accumulation_steps": Loss(
-        "an argument of the script", _is_other_than("auto", "1"), "--gradient_accumulation_steps {}"
-    ),
-    "gradient_clipping": Loss("an argument of the script", _is_other_than("auto", "1", "1.0"), "--max_grad_norm {}"),
-    "offload_optimizer_device": Loss("FSDP has no NVMe offload", _is_other_than("none", "cpu")),
-    "offload_param_device": Loss("covered by fsdp_offload_params", _is_other_than("none", "cpu")),
-    "deepspeed_config_file": Loss("DeepSpeed's own file is not read", lambda value, job: True),
-    "deepspeed_multinode_launcher": Loss(_HOSTS.why, _several(("none", "pdsh", "standard"))),
-    **dict.fromkeys(("deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter"), _HOSTS),
+ALL, OFF, DEVICES, STARTED = (
+    None,
+    FALSE_WORDS,
+    ("none", "cpu"),
+    "accelerate launch starts the processes on each machine",
+)
+HOSTS = tuple(f"deepspeed_{name}" for name in ("hostfile", "exclusion_filter", "inclusion_filter"))
+"""The keys by which DeepSpeed reaches other machines, unless its launcher is the standard one."""
+LAUNCHER = "deepspeed_multinode_launcher"
+NO_EQUIVALENT: Mapping[str, tuple[str, Collection[str] | None, str]] = {
+    "fsdp_activation_checkpointing": ("an argument of the script turns it on", OFF, "--gradient_checkpointing true"),
+    "fsdp_activation_checkpointing_offload": ("FSDP2 alone can offload checkpointed inputs", OFF, ""),
+    "fsdp_offload_params": ("DDP has none", OFF, ""),
+    "fsdp_ignored_modules": ("all modules are treated alike", (), ""),
+    "fsdp_use_orig_params": ("only FSDP1 has the choice", ALL, ""),
+    "fsdp_sync_module_states": ("only FSDP1 needs it", ALL, ""),
+    "fsdp_backward_prefetch": ("only FSDP1 needs it", ALL, ""),
+    "fsdp_forward_prefetch": ("only FSDP1 has it; for speed alone", ALL, ""),
+    "fsdp_state_dict_type": ("the engine has its own checkpoints", ALL, ""),
+    "fsdp_cpu_ram_efficient_loading": ("every rank loads the model: more host memory", ALL, ""),
+    "gradient_accumulation_steps": ("an argument of the script", ("auto", "1"), "--gradient_accumulation_steps {}"),
+    "gradient_clipping": ("an argument of the script", ("auto", "1", "1.0"), "--max_grad_norm {}"),
+    "offload_optimizer_device": ("FSDP has no NVMe offload", DEVICES, ""),
+    "offload_param_device": ("covered by fsdp_offload_params", DEVICES, ""),
+    OWN_FILE: ("DeepSpeed's own file is not read", (), ""),
+    LAUNCHER: (STARTED, ("none", "pdsh", "standard"), ""),
+    **dict.fromkeys(HOSTS, (STARTED, (), "")),
 }
-"""The one table of what has no equivalent; keys without a row mean nothing to the other engine."""
+"""The one table of what has no equivalent: why, the values without a meaning to keep (`ALL`: each), and the argument of
+the script that replaces others. Keys without a row mean nothing to the other engine."""
 ADDED = {
+    "distributed_type": "the new engine",
     "fsdp_state_dict_type": "as the old engine saves",
     "fsdp_backward_prefetch": "FSDP2 prefetches by itself, FSDP1 when this is set",
     "zero3_save_16bit_model": "without it save_model writes no model",
@@ -128,72 +102,86 @@ ADDED = {
     "gradient_clipping": "from the training arguments",
     "deepspeed_multinode_launcher": "started on each machine, as before",
 }
-"""Why a key is added."""
+"""Why a key is added or changed."""
 
 
-def name_of(job: JobConfig, answers: Answers) -> str:
-    if job.engine is Engine.DEEPSPEED and "deepspeed_config_file" not in job.section("deepspeed_config"):
-        return deepspeed_name(answers.zero_stage)
-    return job.engine.label
+def _breaks(key: str, value: Any, job: JobConfig) -> bool:
+    """Whether a value without an equivalent has a meaning to keep."""
+    harmless = NO_EQUIVALENT[key][1] if key in NO_EQUIVALENT else ALL
+    if key in (*HOSTS, LAUNCHER) and job.number("num_machines") <= 1:
+        return False
+    if key in HOSTS and str(job.section("deepspeed_config").get(LAUNCHER)).lower() == "standard":
+        return False
+    return harmless is not ALL and str(value).lower() not in harmless
 
 
-def check(job: JobConfig) -> None:
-    """Refuses a file without a counterpart, or without a meaning to keep."""
-    kind = job.values.get("distributed_type")
+def check(job: JobConfig, document: Any) -> None:
+    """Refuses a file without a counterpart."""
+    kind, version = job.values.get("distributed_type"), job.fsdp("fsdp_version")
     if job.engine in (Engine.NONE, Engine.TPU) or kind == MULTI_CPU:
         raise _refusal(f"distributed_type: {kind} can't be migrated", "only FSDP, DeepSpeed and DDP on GPUs can")
     if job.values.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
         raise _refusal("this is not the config of a local machine", "SageMaker has other keys")
-    for section in set(SECTIONS.values()):
+    check_sections(job, document)
+    if job.is_fsdp and str(version) not in ("1", "2"):
+        raise _refusal(f"fsdp_version: {version} is neither 1 nor 2", "Accelerate stops at it")
+
+
+def check_sections(job: JobConfig, document: Any) -> None:
+    """Refuses sections whose keys can't be renamed."""
+    for section in ("fsdp_config", "deepspeed_config"):
         content = job.values.get(section)
         if content is not None and not isinstance(content, Mapping):
             raise _refusal(f"{section} is {content!r}, not a mapping of keys", "its settings are not read")
         if odd := [key for key in content or () if not isinstance(key, str)]:
             raise _refusal(f"{section} has the key {odd[0]!r}, which is not text", "Accelerate stops at it")
-    if job.is_fsdp and str(job.fsdp("fsdp_version")) not in ("1", "2"):
-        raise _refusal(f"fsdp_version: {job.fsdp('fsdp_version')} is neither 1 nor 2", "Accelerate stops at it")
+        if getattr(document.get(section), "merge", None) or getattr(document, "merge", None):
+            raise _refusal("the file merges keys from another mapping (<<)", "they have no place of their own")
 
 
 def _refusal(what: str, why: str) -> UsageError:
-    return UsageError(
-        what, why=why, fix="accel-fsdp check FILE says what else is wrong; or make one: accel-fsdp config"
-    )
+    fix = "accel-fsdp check FILE says what else is wrong; or make one: accel-fsdp config"
+    return UsageError(what, why=why, fix=fix)
+
+
+def target_of(flags: Mapping[str, str], written: Mapping[str, str]) -> MigrationTarget | None:
+    """The target of a migration that flags of `accel-fsdp config` name; None for the file's own engine, or another."""
+    answers = {**written, **flags}
+    engine, strategy = answers["engine"].lower(), STRATEGIES.get(_number(written.get("strategy", "1")), "")
+    if engine == written["engine"] and answers.get("fsdp_version") == written.get("fsdp_version"):
+        return None
+    stage = answers.get("zero_stage") or ZERO_STAGES.get(strategy) or 3
+    name = {"deepspeed": f"zero{stage}", "fsdp": f"fsdp{answers.get('fsdp_version', '2')}"}.get(engine)
+    return next((target for target in TARGETS if target == name), None)
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() else 0
 
 
 def retarget(flags: Mapping[str, str], job: JobConfig, target: MigrationTarget) -> dict[str, str]:
     """The answers of a file with another engine that shards the same, as far as it can."""
-    number, stage = target[-1], int(flags.get("zero_stage", 3))
     strategy = flags.get("strategy", "1")
     if job.engine is Engine.DEEPSPEED:
-        strategy = {3: "1", 2: "2", 1: "2", 0: "3"}[stage]
+        strategy = {"0": "3", "1": "2", "2": "2"}.get(flags.get("zero_stage", "3"), "1")
     elif job.engine is Engine.DDP:
         strategy = "3" if target == "fsdp1" else "1"
     if strategy in ("4", "5") and (_is_alone(job) or mesh_problem(job, target)) and target != "fsdp2":
         strategy = str(int(strategy) - 3)
-    changed = {**flags, "strategy": strategy}
-    for axis in ("tp", "ep", "dp_replicate"):
-        changed.pop(axis, None)
+    changed = {name: flag for name, flag in flags.items() if name not in ("tp", "ep", "dp_replicate")}
+    changed["strategy"] = strategy
     if target.startswith("zero"):
         ram = flags.get("ram_efficient_loading", "True") if job.engine is not Engine.DEEPSPEED else "True"
-        return changed | {"engine": "deepspeed", "zero_stage": number, "ram_efficient_loading": ram}
+        return changed | {"engine": "deepspeed", "zero_stage": target[-1], "ram_efficient_loading": ram}
     if strategy == "3" and target == "fsdp2":
         return changed | {"engine": "ddp"}
-    changed |= {"engine": "fsdp", "fsdp_version": number}
+    changed |= {"engine": "fsdp", "fsdp_version": target[-1]}
     if job.engine is Engine.DEEPSPEED or (flags.get("state_dict_type") == "LOCAL_STATE_DICT" and target == "fsdp2"):
         changed["state_dict_type"] = "SHARDED_STATE_DICT"
     policy, checkpoints = flags.get("wrap_policy", ""), flags.get("activation_checkpointing") == "True"
     if (policy == "SIZE_BASED_WRAP" and target == "fsdp2") or (policy == "NO_WRAP" and checkpoints):
         changed["wrap_policy"] = "TRANSFORMER_BASED_WRAP"
     return changed
-
-
-def target_of(engine: str, flags: Mapping[str, str], strategy: str) -> MigrationTarget | None:
-    """The target that flags of `accel-fsdp config` name; None for another engine."""
-    stage = flags.get("zero_stage") or str(
-        ZERO_STAGES.get(STRATEGIES.get(int(strategy) if strategy.isdecimal() else 1, ""), 3) or 3
-    )
-    name = f"zero{stage}" if engine == "deepspeed" else f"fsdp{flags.get('fsdp_version', '2')}"
-    return next((target for target in TARGETS if target == name and engine in ("deepspeed", "fsdp")), None)
 
 
 def _is_alone(job: JobConfig) -> bool:
@@ -225,47 +213,46 @@ def rewrite(document: Any, job: JobConfig, old: Answers, new: Answers, answered:
     has answered. Keys without a question stay, unless another engine doesn't read them.
     """
     conversion = Conversion(job, old, new, answered)
-    changes = conversion.changes()
-    apply(document, conversion.edits)
+    changes = list(conversion.changes())
+    apply(document, [*conversion.removals, *conversion.edits])
     return changes
 
 
 class Conversion:
-    """Collects edits and changes of one file."""
+    """The changes of one file. Removals come before edits, one of which may give its key a removed name."""
 
     def __init__(self, job: JobConfig, old: Answers, new: Answers, answered: Collection[str]) -> None:
         self.job, self.old, self.new, self.answered = job, old, new, answered
-        self.before, self.after = _flat(to_mapping(old)), _flat(to_mapping(new))
-        if ("fsdp_config", STRATEGY) in self.after and job.engine is not engine_of(vars(new)):
-            self.after["fsdp_config", STRATEGY] = STRATEGIES[new.strategy]
         self.engine, self.other = job.engine, engine_of(vars(new))
         self.section, self.place = SECTIONS.get(self.engine, ""), SECTIONS.get(self.other, "")
+        self.before, self.after = flat_mapping(old), flat_mapping(new)
+        if ("fsdp_config", STRATEGY) in self.after and self.engine is not self.other:
+            self.after["fsdp_config", STRATEGY] = STRATEGIES[new.strategy]
+        self.removals: list[Edit] = []
         self.edits: list[Edit] = []
-        self.first_of_keys = 0
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> Iterator[Change]:
         if self.engine is self.other:
-            return [*self._same_engine(), *self._restaged()]
-        return [*self._sections(), *self._keys(), *self._added(), *self._top(), *self._special()]
+            yield from self._answers()
+            yield from self._same_engine()
+        else:
+            yield from self._sections()
+            yield from self._keys()
+            yield from self._added()
+            yield from self._answers(top_only=True)
+            yield from self._special()
 
-    # The same engine: only what the answers change
-
-    def _same_engine(self) -> Iterator[Change]:
+    def _answers(self, top_only: bool = False) -> Iterator[Change]:
+        """Sets the keys whose answers have changed, and those that can't be read."""
         for place, value in self.after.items():
-            if self._is_open(place) or (self.before.get(place) == value and self._is_usable(place)):
+            if top_only and place[0]:
                 continue
-            yield from self._put(place, value)
-        for section, key in self.before:
-            if (section, key) not in self.after and key in self.job.section(section):
-                self.edits.append(Edit(section, self.job.written_name(section, key)))
-                yield Change(_path(section, key), "lost", show(self.job.section(section)[key]), why="has no effect now")
-
-    def _put(self, place: Place, value: Any, why: str = "") -> Iterator[Change]:
-        section, key = place
-        if section and section in self.job.values and not isinstance(self.job.values[section] or {}, Mapping):
-            self.edits.append(Edit("", section))  # text or a list, which Accelerate can't read either
-        self.edits.append(Edit(section, self.job.written_name(section, key), value))
-        yield Change(_path(section, key), "changed", show(self.job.section(section).get(key)), show(value), why=why)
+            if not (self._is_open(place) or (self.before.get(place) == value and self._is_usable(place))):
+                section, key = place
+                self.edits.append(Edit(section, self.job.written_name(section, key), value))
+                old = show(self.job.section(section).get(key))
+                why = ADDED.get(key, "") if top_only else ""
+                yield Change(_path(section, key), "changed", old, show(value), why=why)
 
     def _is_open(self, place: Place) -> bool:
         """Whether the file leaves a key to the model, the machine or the command line, and nobody has answered it."""
@@ -277,145 +264,122 @@ class Conversion:
         )
 
     def _is_usable(self, place: Place) -> bool:
-        section, key = place
-        content, field = self.job.section(section), BY_NAME[place]
-        if key not in content:
-            return True
-        if content[key] is None:
-            return key in NULL_IS_ABSENT or field.default in UNKNOWN
-        return is_readable(field, content[key])
+        content, field = self.job.section(place[0]), BY_NAME[place]
+        if field.key in content and content[field.key] is None:
+            return field.key in NULL_IS_ABSENT or field.default in UNKNOWN
+        return field.key not in content or is_readable(field, content[field.key])
 
-    def _restaged(self) -> Iterator[Change]:
-        key = "deepspeed_config_file"
-        is_restaged = self.engine is Engine.DEEPSPEED and self.old.zero_stage != self.new.zero_stage
-        if is_restaged and not self._is_open((self.section, "zero_stage")) and key in self.job.section(self.section):
-            self.edits.append(Edit(self.section, key))
-            yield Change(key, "lost", why="the stage is in that file, which is not read", breaks=True)
-
-    # Another engine
+    def _same_engine(self) -> Iterator[Change]:
+        for section, key in self.before:
+            if (section, key) not in self.after and key in self.job.section(section):
+                self.edits.append(Edit(section, self.job.written_name(section, key)))
+                yield Change(_path(section, key), "lost", show(self.job.section(section)[key]), why="has no effect now")
+        is_restaged = self.old.zero_stage != self.new.zero_stage and not self._is_open((self.section, "zero_stage"))
+        if is_restaged and OWN_FILE in self.job.section(self.section):
+            self.edits.append(Edit(self.section, OWN_FILE))
+            yield Change(OWN_FILE, "lost", why="the stage is in that file, which is not read", breaks=True)
 
     def _sections(self) -> Iterator[Change]:
-        """Renames the section. An unread section of the new name must not become active."""
-        if self.place != self.section and self.place in self.job.values and self.place:
-            self.edits.append(Edit("", self.place))
+        """Renames or removes the section. An unread section of the new name must not become active."""
+        if self.place == self.section:
+            return
+        if self.place in self.job.values:
+            self.removals.append(Edit("", self.place))
             why = f"had no effect: {self.engine.label} does not read it"
             yield Change(self.place, "lost", show(self.job.values[self.place]), why=why)
-        if self.section in self.job.values and self.place != self.section:
-            self.edits.append(Edit("", self.section, new_key=self.place))
+        if self.section in self.job.values:
+            self.removals.append(Edit("", self.section, new_key=self.place))
 
     def _keys(self) -> Iterator[Change]:
         """Renames, changes or removes the keys of the section."""
         content: Mapping[str, Any] = (self.job.values.get(self.section) if self.section else None) or {}
-        raw_names = {full_name(self.section, raw): raw for raw in content}  # written twice: the later one is used
-        self.first_of_keys = len(self.edits)
-        for raw in content:
+        names = {full_name(self.section, raw): raw for raw in content}
+        for raw, value in content.items():
             key = full_name(self.section, raw)
-            value = content[raw]
-            why, breaks = _without_effect(self.engine, self.section, key, value)
-            if raw_names[key] != raw:
-                why, breaks = "written twice, the later one is used", False
-            if why:
-                known = key if (self.section, key) in BY_NAME or key in RETIRED else raw
-                yield self._lost(raw, Change(_path(self.section, known), "lost", show(value), why=why, breaks=breaks))
-            else:
-                yield from self._equivalent(raw, key, value)
+            known = key if (self.section, key) in BY_NAME or key in RETIRED else raw
+            new_key, idle = self._named(key), _without_effect(self.engine, self.section, key, value)
+            if names[key] != raw:
+                yield self._lost(raw, known, value, "written twice, the later one is used")
+            elif idle:
+                yield self._lost(raw, known, value, *idle)
+            elif (self.place, new_key) in self.after:
+                yield from self._kept(raw, key, new_key, value)
+            elif not self._is_still_read(key):
+                why, _, fix = NO_EQUIVALENT.get(key, (f"{self.other.label} does not read it", ALL, ""))
+                yield self._lost(raw, key, value, why, _breaks(key, value, self.job), fix)
 
-    def _equivalent(self, raw: str, key: str, value: Any) -> Iterator[Change]:
-        new_key, path = self._named(key), _path(self.section, key)
-        new = self.after.get((self.place, new_key))
-        if new is None:
-            is_read = self.other in BY_NAME[self.section, key].engines and (self.section, key) not in self.before
-            if not (is_read and self.place == self.section):
-                loss = NO_EQUIVALENT.get(key, Loss(f"{self.other.label} does not read it"))
-                breaks = loss.breaks(value, self.job)
-                fix = loss.fix.format(value) if breaks else ""
-                yield self._lost(raw, Change(path, "lost", show(value), why=loss.why, breaks=breaks, fix=fix))
-            return
+    def _is_still_read(self, key: str) -> bool:
+        """Whether a key without a question means the same to the new engine."""
+        place = (self.section, key)
+        return self.place == self.section and place not in self.before and self.other in BY_NAME[place].engines
+
+    def _kept(self, raw: str, key: str, new_key: str, value: Any) -> Iterator[Change]:
+        new, path = self.after[self.place, new_key], _path(self.section, key)
         if new_key != key:
             self.edits.append(Edit(self.place, raw, new, new_key))
-            why = NO_EQUIVALENT[key].why if self._breaks(key, value) else ""
-            yield Change(path, "renamed", show(value), show(new), new_key, why, breaks=bool(why))
-        elif not self._means(key, value, new):
+            is_lost = key == "offload_optimizer_device" and _breaks(key, value, self.job)
+            why = NO_EQUIVALENT[key][0] if is_lost else ""
+            yield Change(path, "renamed", show(value), show(new), new_key, why, breaks=is_lost)
+        elif str(effective(self.job, self.section, key)).lower() != str(new).lower() or (
+            BY_NAME[self.section, key].kind is Kind.NAMES and value != new
+        ):
             self.edits.append(Edit(self.place, raw, new))
             yield Change(path, "changed", show(value), show(new))
 
-    def _breaks(self, key: str, value: Any) -> bool:
-        return key == "offload_optimizer_device" and NO_EQUIVALENT[key].breaks(value, self.job)
-
-    def _means(self, key: str, value: Any, new: Any) -> bool:
-        if key == "fsdp_transformer_layer_cls_to_wrap":
-            return bool(value == new)
-        return str(effective(self.job, self.section, key)).lower() == str(new).lower()
-
     def _named(self, key: str) -> str:
         """The name of a key in the new engine."""
-        if (self.place, key) in self.after:
-            return key
         names = next((names for names in SAME_SETTING if key in names), ())
-        return next((name for name in names if (self.place, name) in self.after), key)
+        return next((name for name in (key, *names) if (self.place, name) in self.after), key)
 
-    def _lost(self, raw: str, change: Change) -> Change:
-        """Removes a key before others are renamed, one of which may take its name."""
-        self.edits.insert(self.first_of_keys, Edit(self.place or self.section, raw))
-        self.first_of_keys += 1
-        return change
+    def _lost(self, raw: str, key: str, value: Any, why: str, breaks: bool = False, fix: str = "") -> Change:
+        if self.place:
+            self.removals.append(Edit(self.place, raw))
+        fix = fix.format(value) if breaks else ""
+        return Change(_path(self.section, key), "lost", show(value), why=why, breaks=breaks, fix=fix)
 
     def _added(self) -> Iterator[Change]:
         """Adds the keys that the new engine needs, where its default differs."""
         content = self.job.section(self.section) if self.section else {}
         covered = {
-            self._named(key) for key in content if not _without_effect(self.engine, self.section, key, content[key])[0]
+            self._named(key)
+            for key, value in content.items()
+            if not _without_effect(self.engine, self.section, key, value)
         }
         for (section, key), value in self.after.items():
-            default = BY_NAME[section, key].default
-            is_needed = section == self.place and key not in covered and value != default
-            if section and (is_needed or section == MESH):
+            is_new = section and key not in covered and value != BY_NAME[section, key].default
+            if not self._mesh_loss() if section == MESH else is_new:
                 self.edits.append(Edit(section, key, value))
                 why = "one replica per machine" if section == MESH else ADDED.get(key, "the new engine")
                 yield Change(_path(section, key), "changed", "", show(value), why=why)
-        if not self.place and self.section in self.job.values:
-            self.edits = [edit for edit in self.edits if edit.section != self.section and edit.key != self.section]
-            self.edits.append(Edit("", self.section))
 
-    def _top(self) -> Iterator[Change]:
-        for (section, key), value in self.after.items():
-            place = (section, key)
-            if section or self._is_open(place):
-                continue
-            is_type = key == "distributed_type" and self.job.values.get(key) != value
-            if is_type or (
-                key != "distributed_type" and (self.before.get(place) != value or not self._is_usable(place))
-            ):
-                yield from self._put(place, value, "the new engine" if is_type else "")
-        if MESH in self.job.values and not any(section == MESH for section, _ in self.after):
-            problem = mesh_problem(self.job, "fsdp" if self.other is Engine.FSDP1 else "zero")
-            self.edits.insert(0, Edit("", MESH))
-            old, why = show(self.job.values[MESH]), problem or f"{self.other.label} reads none"
-            yield Change(MESH, "lost", old, why=why, breaks=bool(problem))
+    def _mesh_loss(self) -> str:
+        """Why FSDP1's hybrid sharding has no mesh; empty if it has one, or isn't asked for."""
+        ranks, machines = self.job.number("num_processes"), self.job.number("num_machines") or 1
+        has_none = not ranks or ranks % machines or ranks == machines
+        is_asked = self.engine is Engine.FSDP1 and self.other is Engine.FSDP2
+        is_lost = is_asked and STRATEGIES[self.new.strategy] in HYBRID and has_none
+        return "hybrid needs num_processes: 2 or more on each machine" if is_lost else ""
 
     def _special(self) -> Iterator[Change]:
         """What is lost though its key has an equivalent."""
-        if self.other is Engine.DEEPSPEED and self._is_hybrid() and not mesh_problem(self.job, "zero"):
-            why = "hybrid is ZeRO++ or MiCS, in DeepSpeed's own JSON"
-            yield Change("hybrid sharding", "lost", why=why, breaks=True)
-        if self.engine is Engine.FSDP1 and self.other is Engine.FSDP2 and STRATEGIES[self.new.strategy] in HYBRID:
-            ranks, machines = self.job.number("num_processes"), self.job.number("num_machines") or 1
-            if not ranks or ranks % machines or ranks == machines:
-                self.edits = [edit for edit in self.edits if edit.section != MESH]
-                why = "hybrid needs num_processes: 2 or more on each machine"
-                yield Change(MESH, "lost", why=why, breaks=True)
-        if self.engine is Engine.DEEPSPEED and self.old.zero_stage == 1 and self.other is not Engine.DEEPSPEED:
-            yield Change("ZeRO-1", "lost", why="ZeRO-1 has no FSDP twin: SHARD_GRAD_OP is nearest", breaks=True)
-        if (
-            self.job.is_fsdp
-            and self.old.wrap_policy == "NO_WRAP" != self.new.wrap_policy
-            and self.place == self.section
-        ):
-            why = "activation checkpointing needs a wrap policy"
-            yield Change("fsdp_auto_wrap_policy", "lost", "NO_WRAP", why=why, breaks=True)
-        if self.old.ep > 1 and self.new.ep == 1:
-            why = "FSDP2 alone has expert parallelism"
-            yield Change(EXPERT_FLAG, "lost", str(self.old.ep), why=why, breaks=True)
+        if MESH in self.job.values and not any(section == MESH for section, _ in self.after):
+            problem = mesh_problem(self.job, "fsdp" if self.other is Engine.FSDP1 else "zero")
+            self.removals.append(Edit("", MESH))
+            old, why = show(self.job.values[MESH]), problem or f"{self.other.label} reads none"
+            yield Change(MESH, "lost", old, why=why, breaks=bool(problem))
+        to_zero, from_zero = self.other is Engine.DEEPSPEED, self.engine is Engine.DEEPSPEED
+        unwraps = self.job.is_fsdp and self.place == self.section and self.old.wrap_policy == "NO_WRAP"
+        hybrid, nearest = "hybrid is ZeRO++ or MiCS, in DeepSpeed's own JSON", "SHARD_GRAD_OP is nearest"
+        unwraps = unwraps and self.new.wrap_policy != "NO_WRAP"
+        is_hybrid = to_zero and self._is_hybrid() and not mesh_problem(self.job, "zero")
+        losses = (
+            (is_hybrid, "hybrid sharding", "", hybrid),
+            (self._mesh_loss(), MESH, "", self._mesh_loss()),
+            (from_zero and self.old.zero_stage == 1, "ZeRO-1", "", f"ZeRO-1 has no FSDP twin: {nearest}"),
+            (unwraps, "fsdp_auto_wrap_policy", "NO_WRAP", "activation checkpointing needs a wrap policy"),
+            (self.old.ep > self.new.ep == 1, EXPERT_FLAG, str(self.old.ep), "FSDP2 alone has expert parallelism"),
+        )
+        yield from (Change(key, "lost", old, why=why, breaks=True) for is_lost, key, old, why in losses if is_lost)
 
     def _is_hybrid(self) -> bool:
         if self.engine is Engine.FSDP1:
@@ -423,13 +387,12 @@ class Conversion:
         return self.engine is Engine.FSDP2 and self.old.dp_replicate > 1
 
 
-def _without_effect(engine: Engine, section: str, key: str, value: Any) -> tuple[str, bool]:
+def _without_effect(engine: Engine, section: str, key: str, value: Any) -> tuple[str, bool] | None:
     """Why a key has no effect on the old engine, or stops it, in which case its meaning is unknown."""
     field = BY_NAME.get((section, key))
-    if key in RETIRED and section == "fsdp_config":
-        return f"had no effect: Accelerate reads {RETIRED[key]}", False
     if field is None or not field.engines:
-        return "had no effect: nothing reads it", False
+        reader = f"Accelerate reads {RETIRED[key]}" if key in RETIRED else "nothing reads it"
+        return f"had no effect: {reader}", False
     if key == "fsdp_activation_checkpointing_offload" and str(value).lower() in TRUE_WORDS and engine is Engine.FSDP1:
         return "FSDP1 stops at it", True
     if engine not in field.engines:
@@ -438,16 +401,7 @@ def _without_effect(engine: Engine, section: str, key: str, value: Any) -> tuple
         return "had no value", section == "fsdp_config" and field.default is not None
     if field.kind in (Kind.BOOL, Kind.CHOICE) and not field.accepts(value):
         return f"Accelerate does not take {value}", True
-    if key == "fsdp_transformer_layer_cls_to_wrap" and not class_names(value):
-        return "names no class", False
-    return "", False
-
-
-def _flat(mapping: Mapping[str, Any]) -> dict[Place, Any]:
-    flat: dict[Place, Any] = {}
-    for key, value in mapping.items():
-        flat |= {(key, inner): v for inner, v in value.items()} if isinstance(value, dict) else {("", key): value}
-    return flat
+    return ("names no class", False) if field.kind is Kind.NAMES and not class_names(value) else None
 
 
 def _path(section: str, key: str) -> str:

@@ -3,15 +3,27 @@
 from collections.abc import Callable
 from typing import Any
 
-from accel_fsdp.config import ENGINE_NAMES, Engine
+from accel_fsdp.config import DEFAULT_PORT, ENGINE_NAMES, PLACING, Engine
 from accel_fsdp.hardware import machines
-from accel_fsdp.wizard import notes, recommended, validation
+from accel_fsdp.units import listed
+from accel_fsdp.wizard import recommended, validation
 from accel_fsdp.wizard.question import Context
 
 
 def always(value: Any, reason: str) -> Callable[[Context], tuple[Any, str]]:
     """A fixed default."""
     return lambda context: (value, reason)
+
+
+model = always("", "its layers become the FSDP units")
+method = always("full", "every weight is trained")
+tp = always(1, "whole layers; more sum activations over the ranks several times in each layer")
+ep = always(1, "each rank gathers all experts of a layer; more send tokens to the experts' ranks")
+wrap_policy = always("TRANSFORMER_BASED_WRAP", "gathers one layer at a time")
+activation_offload = always(False, "the inputs of layers stay on the GPU; in host memory they cost copies over PCIe")
+state_dict_type = always("SHARDED_STATE_DICT", "each rank writes its part; resumes on another number of GPUs")
+main_process_ip = always("", f"empty: {listed(PLACING, 'or')} give the address of the first machine")
+main_process_port = always(DEFAULT_PORT, "Accelerate's default")
 
 
 def gpus(context: Context) -> tuple[str, str]:
@@ -30,7 +42,7 @@ def engine(context: Context) -> tuple[str, str]:
     candidate = recommended.candidate(context)
     if candidate is None:
         return "fsdp", "PyTorch's own sharding; nothing else to install"
-    return ENGINE_NAMES[candidate.layout.engine], notes.because(candidate)
+    return ENGINE_NAMES[candidate.layout.engine], recommended.because(candidate)
 
 
 def fsdp_version(context: Context) -> tuple[int, str]:
@@ -39,21 +51,21 @@ def fsdp_version(context: Context) -> tuple[int, str]:
         return 1, why
     candidate = recommended.candidate(context)
     if candidate is not None and candidate.layout.engine is Engine.FSDP1:
-        return 1, notes.because(candidate)
+        return 1, recommended.because(candidate)
     return 2, "it resumes the optimizer exactly, and PyTorch goes on developing it"
 
 
 def strategy(context: Context) -> tuple[int, str]:
     candidate = recommended.candidate(context)
     if candidate is not None and candidate.layout.is_fsdp:
-        return candidate.layout.strategy, f"{notes.because(candidate)}: it {candidate.words}"
+        return candidate.layout.strategy, f"{recommended.because(candidate)}: it {candidate.words}"
     return 1, "FULL_SHARD fits the largest model"
 
 
 def zero_stage(context: Context) -> tuple[int, str]:
     candidate = recommended.candidate(context)
     if candidate is not None and candidate.layout.engine is Engine.DEEPSPEED:
-        return candidate.layout.strategy, notes.because(candidate)
+        return candidate.layout.strategy, recommended.because(candidate)
     return 3, "fits the largest model"
 
 
@@ -66,10 +78,10 @@ def seq_len(context: Context) -> tuple[int | None, str]:
 
 def batch(context: Context) -> tuple[int, str]:
     candidate = recommended.candidate(context)
-    return (candidate.recipe.rows, notes.because(candidate)) if candidate else (0, "unknown")
+    return (candidate.recipe.rows, recommended.because(candidate)) if candidate else (0, "unknown")
 
 
-def replicas(context: Context) -> tuple[int, str]:
+def dp_replicate(context: Context) -> tuple[int, str]:
     return context["num_machines"], "one on each machine: only gradients cross the network"
 
 
@@ -88,16 +100,11 @@ def min_num_params(context: Context) -> tuple[int, str]:
 
 def cpu_offload(context: Context) -> tuple[bool, str]:
     candidate = recommended.candidate(context)
-    if candidate is not None:
-        if candidate.layout.offload:
-            return True, notes.because(candidate)
-        return False, "slower, and not needed" if candidate.fits else "nothing fits, even with it"
-    state = notes.state_memory(context)
-    if state is None:
+    if candidate is None:
         return False, "slower; only when nothing else fits"
-    too_much = state[0] > state[1] * notes.ROOM_FOR_STATE
-    verb = "don't fit" if too_much else "fit"
-    return too_much, f"weights and training state {verb} into a GPU"
+    if candidate.layout.offload:
+        return True, recommended.because(candidate)
+    return False, "slower, and not needed" if candidate.fits else "nothing fits, even with it"
 
 
 def activation_checkpointing(context: Context) -> tuple[bool, str]:
@@ -109,7 +116,7 @@ def activation_checkpointing(context: Context) -> tuple[bool, str]:
         )
     if why := validation.reason("activation_checkpointing", True, context):
         return False, why
-    candidate = recommended.candidate(context) if notes.checkpoints_in_yaml(context) else None
+    candidate = recommended.candidate(context) if recommended.checkpoints_in_yaml(context) else None
     if candidate is None:
         return False, "costs about a third more compute"
     if candidate.recipe.recomputes:
@@ -136,7 +143,7 @@ def mixed_precision(context: Context) -> tuple[str, str]:
     return "bf16", "bf16 compute over fp32 master weights"
 
 
-def processes(context: Context) -> tuple[int, str]:
+def num_processes(context: Context) -> tuple[int, str]:
     """One process per GPU; two per machine without GPUs."""
     count, number = context.machine.count, context["num_machines"]
     if context["engine"] == "tpu":

@@ -8,16 +8,14 @@ from typing import Any
 
 from accel_fsdp import console, models
 from accel_fsdp.errors import UsageError, UserError, joined
-from accel_fsdp.hardware import MachineFacts, gpus, host
-from accel_fsdp.job import Recipe
+from accel_fsdp.hardware import MachineFacts, host
 from accel_fsdp.models import ModelFacts, catalogue, remote_code
-from accel_fsdp.prediction.tracing import by_name
 from accel_fsdp.units import parameters
-from accel_fsdp.wizard import notes
+from accel_fsdp.wizard import recommended
 from accel_fsdp.wizard.answers import Answers
 from accel_fsdp.wizard.presets import MODEL as PRESET_MODEL
-from accel_fsdp.wizard.question import Context, Question, settle, skip
-from accel_fsdp.wizard.questions import QUESTIONS, disabled_by, to_answers
+from accel_fsdp.wizard.question import Context, Question, settle, store
+from accel_fsdp.wizard.questions import QUESTIONS, to_answers, useless
 
 WITHOUT_MODEL = ""
 """The answer where no model is needed: the layer class is named, or a file is edited."""
@@ -62,16 +60,16 @@ class Interview:
 
     def _settle(self, question: Question, context: Context) -> Context:
         if not question.applies(context):
-            return skip(question, context, self.flags, *disabled_by(question, context))
+            if question.field in self.flags:
+                raise useless(question, context)
+            return store(question, context, question.default(context)[0])
         context = self._settle_given(question, context)
-        if question.field == "gpus":
-            return replace(context, traced=_traced(context))
         return self._with_model(context) if question.field == "model" else context
 
     def _settle_given(self, question: Question, context: Context) -> Context:
         open_ = question.field == "model" or (question.field == "layer_class" and not self.given.get("layer_class"))
         if open_ and self.is_without_model:
-            return skip(question, context, {})
+            return store(question, context, question.default(context)[0])
         if question.field in self.given:
             try:
                 return settle(question, context, self.given[question.field])
@@ -125,7 +123,7 @@ def answers(session: Interview) -> Answers:
 
 def warnings(session: Interview) -> tuple[str, ...]:
     """The plan's objections to the answers of a finished interview: that they don't fit, and what would."""
-    return notes.warnings(session.settled())
+    return recommended.warnings(session.settled())
 
 
 def in_words(text: str) -> str:
@@ -146,22 +144,6 @@ def read_model(name: str) -> ModelFacts:
     """The facts about a model, built once."""
     with console.waiting(f"Building {name} on the meta device"):
         return models.read_model(name)
-
-
-def _traced(context: Context) -> notes.Known:
-    """The allocations of a model outside the catalogue; recording them takes seconds."""
-    model, gpu = context.model, context.machine.accelerator
-    if model is None or gpu is None or model.origin or not gpus.is_known(gpu):
-        return None
-    return _shape(context["model"])
-
-
-@cache
-def _shape(name: str) -> notes.Known:
-    try:
-        return by_name.read_shape(name, Recipe())
-    except UserError:  # models that can't be planned, such as encoder-decoders
-        return None
 
 
 @cache

@@ -4,16 +4,16 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from accel_fsdp import atomic_files, console
 from accel_fsdp.command_line import arg, positional
-from accel_fsdp.config import EXPERT_FLAG, TARGETS, MigrationTarget, header, read_config, unreadable, yaml_file
+from accel_fsdp.config import EXPERT_FLAG, TARGETS, Engine, MigrationTarget, deepspeed_name, header, yaml_file
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.wizard import convert, reading
 from accel_fsdp.wizard.convert import Change
 
-OWN_FILE, UNKNOWN_STAGE = "deepspeed_config_file", "9"
+UNKNOWN_STAGE = "9"
 """Stands for the stage in DeepSpeed's own file."""
 STYLES = {"renamed": "cyan", "lost": "yellow", "changed": "yellow"}
 
@@ -60,47 +60,10 @@ def migrate(options: MigrateCommand) -> int:
             `options.overwrite`; nothing is written.
         UsageError: the file can't be read, or its engine can't be migrated.
     """
-    path = options.file
-    if str(path) == yaml_file.STDIN and not (options.output or options.dry_run):
+    path, output = options.file, options.output or options.file
+    if str(output) == yaml_file.STDIN and not options.dry_run:
         raise UsageError("migrate -", why="stdin can't be rewritten", fix="accel-fsdp migrate - -o OUT, or --dry-run")
     migration = migrated(path, options.to, options.layer_class)
-    _report(path, migration, options)
-    if migration.lost and not options.force:
-        raise refusal(path, migration.target, migration.changes)
-    if not options.dry_run:
-        _write(path, migration, options)
-    elif not options.json:
-        console.put(migration.text.removesuffix("\n"), lines=True)
-    return 0
-
-
-def migrated(path: Path, target: MigrationTarget, layer_class: str = "") -> Migration:
-    """The migration of a file. Nothing is written."""
-    job, document = read_config(path)
-    convert.check(job)
-    _refuse_merge_keys(path, document)
-    before, flags = document.source, reading.to_flags(job)
-    old = reading.to_answers(
-        flags | ({"zero_stage": UNKNOWN_STAGE} if OWN_FILE in job.section("deepspeed_config") else {})
-    )
-    source = convert.name_of(job, old)
-    if source == TARGETS[target]:
-        return Migration(source, source, before, before)
-    wanted = convert.retarget(flags, job, target)
-    new = reading.to_answers(wanted | ({"layer_class": layer_class} if layer_class else {}))
-    changes = convert.rewrite(document, job, old, new, {"zero_stage", *(["layer_class"] if layer_class else [])})
-    title = f"Migrated from {source} to {TARGETS[target]}. The command below made the original file."
-    text = header.retitle(yaml_file.dump(document), title)
-    return Migration(source, TARGETS[target], before, text.replace(f" {EXPERT_FLAG} {old.ep}", ""), tuple(changes))
-
-
-def _refuse_merge_keys(path: Path, document: Any) -> None:
-    for place in (document, *(document.get(section) for section in set(convert.SECTIONS.values()))):
-        if getattr(place, "merge", None):
-            raise unreadable(path, "it merges keys from another mapping (<<)")
-
-
-def _report(path: Path, migration: Migration, options: MigrateCommand) -> None:
     is_same = migration.source == migration.target
     note = f"is {migration.source} already" if is_same else f"{migration.source} -> {migration.target}"
     console.say(f"{path}: {note}")
@@ -110,30 +73,53 @@ def _report(path: Path, migration: Migration, options: MigrateCommand) -> None:
         console.put(json.dumps({**content, "changes": changes, "yaml": migration.text}, indent=2), lines=True)
     else:
         show(migration.changes, to_stderr=options.dry_run)
+    if migration.lost and not options.force:
+        raise refusal(path, migration.target, migration.changes)
+    if options.dry_run and not options.json:
+        console.put(migration.text.removesuffix("\n"), lines=True)
+    if options.dry_run:
+        return 0
+    if options.output and not options.overwrite:
+        atomic_files.refuse_existing(output, allow="--overwrite")
+    if output != path or migration.text != migration.before:
+        atomic_files.write_text(output, migration.text)
+        console.show_diff(migration.before, migration.text, str(path), str(output))
+        console.say(f"written: {output}", style="green")
+    return 0
+
+
+def migrated(path: Path, target: MigrationTarget, layer_class: str = "") -> Migration:
+    """The migration of a file. Nothing is written."""
+    job, document = yaml_file.read_config(path)
+    convert.check(job, document)
+    before, flags = document.source, reading.to_flags(job)
+    has_own_file = convert.OWN_FILE in job.section("deepspeed_config")
+    old = reading.to_answers(flags | ({"zero_stage": UNKNOWN_STAGE} if has_own_file else {}))
+    is_zero = job.engine is Engine.DEEPSPEED and not has_own_file
+    source = deepspeed_name(old.zero_stage) if is_zero else job.engine.label
+    if source == TARGETS[target]:
+        return Migration(source, source, before, before)
+    named = {"layer_class": layer_class} if layer_class else {}
+    new = reading.to_answers(convert.retarget(flags, job, target) | named)
+    changes = convert.rewrite(document, job, old, new, {"zero_stage", *named})
+    title = f"Migrated from {source} to {TARGETS[target]}. The command below made the original file."
+    text = header.retitle(yaml_file.dump(document), title)
+    return Migration(source, TARGETS[target], before, text.replace(f" {EXPERT_FLAG} {old.ep}", ""), tuple(changes))
 
 
 def show(changes: Iterable[Change], to_stderr: bool = True) -> None:
-    """Prints a row for each change."""
-    changes = list(changes)
-    rows = [
-        (
-            change.kind + ("!" if change.breaks else ""),
-            _before_and_after(change),
-            f"{change.why}: {change.fix}" if change.fix else change.why,
-        )
-        for change in changes
-    ]
+    """Prints a row for each change: a key before and after, with an arrow if it changes."""
+    rows, styles = [], []
+    for change in changes:
+        key = change.key.rpartition(".")[2]
+        before = f"{key}: {change.old}" if change.old else key
+        after = f"{change.new_key}: {change.new}" if change.new_key else change.new
+        arrow = f"{before} → {after}" if after and after != change.old else before
+        why = f"{change.why}: {change.fix}" if change.fix else change.why
+        rows.append((change.kind + "!" * change.breaks, arrow, why))
+        styles.append("red" if change.breaks else STYLES[change.kind])
     if rows:
-        styles = ["red" if change.breaks else STYLES[change.kind] for change in changes]
         console.show_table(("", "key", "why"), rows, styles, to_stderr=to_stderr)
-
-
-def _before_and_after(change: Change) -> str:
-    """A key before and after, with an arrow if it changes."""
-    key = change.key.rpartition(".")[2]
-    before = f"{key}: {change.old}" if change.old else key
-    after = f"{change.new_key}: {change.new}" if change.new_key else change.new
-    return f"{before} → {after}" if after and after != change.old else before
 
 
 def refusal(path: Path, target: str, changes: Iterable[Change]) -> UserError:
@@ -147,13 +133,3 @@ def refusal(path: Path, target: str, changes: Iterable[Change]) -> UserError:
         why="; ".join(change.why for change in broken),
         fix=f"change those keys first, or {alternative}: --force. Nothing was written",
     )
-
-
-def _write(path: Path, migration: Migration, options: MigrateCommand) -> None:
-    output = options.output or path
-    if options.output and not options.overwrite:
-        atomic_files.refuse_existing(output, allow="--overwrite")
-    if output != path or migration.text != migration.before:
-        atomic_files.write_text(output, migration.text)
-        console.show_diff(migration.before, migration.text, str(path), str(output))
-        console.say(f"written: {output}", style="green")

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accel_fsdp import command_line
 from accel_fsdp.config import FSDP_VERSIONS, OTHER_ENGINES, Engine
@@ -11,10 +11,6 @@ from accel_fsdp.errors import UsageError, did_you_mean
 from accel_fsdp.hardware import MachineFacts, machines
 from accel_fsdp.job import FSDP_KINDS
 from accel_fsdp.models import ModelFacts
-from accel_fsdp.prediction.memory import ModelShape
-
-if TYPE_CHECKING:
-    from accel_fsdp.prediction.memory import Tapes
 
 GivenAnswers = Mapping[str, Any]
 
@@ -32,14 +28,13 @@ def engine_of(answers: GivenAnswers) -> Engine:
 class Context:
     """The context of a question: the answers so far, the model, and the machine that was found.
 
-    `traced` are the recorded allocations of a model outside of the catalogue. `unread`: the model's facts are unknown,
-    and the catalogue has no model of its kind. `wished` are flags and other given answers, of later questions too.
+    `unread`: the model's facts are unknown, and the catalogue has no model of its kind. `wished` are flags and other
+    given answers, of later questions too.
     """
 
     given: GivenAnswers
     detected: MachineFacts = machines.CPU
     model: ModelFacts | None = None
-    traced: "tuple[ModelShape, Mapping[str, Tapes]] | None" = None
     unread: bool = False
     wished: GivenAnswers = dataclasses.field(default_factory=dict)
 
@@ -119,21 +114,10 @@ def settle(question: Question, context: Context, value: Any) -> Context:
     """Returns the context with `value` checked and stored as the answer to `question`."""
     if question.options is not None:
         value = _one_of(question, question.options(context), value)
-    return _store(question, context, question.check(context, value))
+    return store(question, context, question.check(context, value))
 
 
-def skip(question: Question, context: Context, flags: GivenAnswers, decided: str = "", enabling: str = "") -> Context:
-    """Stores the default of a question that does not apply, as `decided` says; with `enabling` it would."""
-    if question.field in flags:
-        raise UsageError(
-            f"{question.flag} has no effect with {decided or 'the other answers'}",
-            why="a setting without effect usually means a mistake elsewhere",
-            fix=f"leave out {question.flag}" + (f", or {enabling}" if enabling else ""),
-        )
-    return _store(question, context, question.default(context)[0])
-
-
-def _store(question: Question, context: Context, value: Any) -> Context:
+def store(question: Question, context: Context, value: Any) -> Context:
     return replace(context, given={**context.given, question.field: value})
 
 

@@ -6,313 +6,178 @@ Pure: no terminal, no files, no torch. `asking.py` asks them. Prompts, choices a
 `schema.py`; this table has the parts that depend on other answers, the model and the machine.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
-from accel_fsdp.config import (
-    BY_NAME,
-    DEFAULT_PORT,
-    HYBRID,
-    PLACING,
-    STRATEGIES,
-    ZERO_STAGES,
-    Engine,
-    Kind,
-    WrapPolicy,
-    zero_name,
-)
+from accel_fsdp.config import BY_NAME, HYBRID, STRATEGIES, ZERO_STAGES, Engine, Kind, zero_name
+from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import machines
-from accel_fsdp.units import listed
-from accel_fsdp.wizard import defaults, notes, recommended, validation
+from accel_fsdp.wizard import defaults, recommended, validation
 from accel_fsdp.wizard.answers import Answers
 from accel_fsdp.wizard.question import Context, Option, Question
 
 METAVARS = {Kind.BOOL: "true|false", Kind.INT: "N", Kind.NAMES: "NAME[,NAME]", Kind.TEXT: "TEXT"}
-Default = Callable[[Context], tuple[Any, str]]
-IS_FSDP = attrgetter("is_fsdp")
+KEYS = {
+    "strategy": "sharding_strategy",
+    "wrap_policy": "auto_wrap_policy",
+    "layer_class": "transformer_layer_cls_to_wrap",
+    "cpu_offload": "offload_params",
+    "activation_offload": "activation_checkpointing_offload",
+    "ram_efficient_loading": "cpu_ram_efficient_loading",
+}
+"""Answers whose key in the YAML has another name."""
 
 
-def never(context: Context) -> bool:
-    return False
+Condition = Callable[[Context], bool]
+IF: Mapping[str, Condition] = {
+    "fsdp": lambda context: bool(context["engine"] == "fsdp"),
+    "sharded": lambda context: context.is_fsdp,
+    "fsdp2": lambda context: context.engine is Engine.FSDP2,
+    "hybrid mesh": lambda context: context.engine is Engine.FSDP2 and context["strategy"] in (4, 5),
+    "deepspeed": lambda context: bool(context["engine"] == "deepspeed"),
+    "offloads": lambda context: context.is_fsdp or (context.engine is Engine.DEEPSPEED and context["zero_stage"] > 0),
+    "layers": lambda context: context.engine is Engine.TPU or _wraps(context, "TRANSFORMER_BASED_WRAP"),
+    "sizes": lambda context: _wraps(context, "SIZE_BASED_WRAP"),
+    "recomputes": lambda context: context.is_fsdp or context.engine is Engine.TPU,
+    "checkpoints": lambda context: context.engine is Engine.FSDP2 and context["activation_checkpointing"],
+    "planned": lambda context: recommended.problem_of(context) is not None,
+    "several machines": lambda context: context["num_machines"] > 1,
+    "one machine": lambda context: machines.parse(context["gpus"])[1] == 1,
+    "no layer": lambda context: not defaults.layer_class(context)[0],
+    "never": lambda context: False,
+}
+"""The conditions under which questions apply or are asked."""
 
 
-def _wraps(policy: WrapPolicy) -> Callable[[Context], bool]:
-    return lambda context: context.is_fsdp and bool(context["wrap_policy"] == policy)
+def _wraps(context: Context, policy: str) -> bool:
+    return context.is_fsdp and bool(context["wrap_policy"] == policy)
 
 
-def _several_machines(context: Context) -> bool:
-    return bool(context["num_machines"] > 1)
-
-
-def _engine_is(name: str) -> Callable[[Context], bool]:
-    return lambda context: bool(context["engine"] == name)
-
-
-def _unkeyed(name: str, prompt: str, default: Default, meanings: dict[Any, str], **options: Any) -> Question:
+def _unkeyed(name: str, prompt: str, meanings: Mapping[Any, str] = MappingProxyType({}), **more: Any) -> Question:
     """A question that no single key of the YAML answers."""
-    return Question(name, prompt, default, _options(name, meanings), metavar="|".join(meanings), **options)
+    options = partial(_options, name, meanings, ()) if meanings else None
+    more = {"metavar": "|".join(meanings) or "N", "check": _check_of(name), **more}
+    return Question(name, prompt, getattr(defaults, name), options, **more)
 
 
-def _keyed(name: str, key: str, default: Default, *, section: str = "fsdp_config", **options: Any) -> Question:
+def _keyed(name: str, hidden: tuple[str, ...] = (), **more: Any) -> Question:
     """The question for one key of the YAML, with the prompt, the choices and the type that the field table gives it."""
-    field = BY_NAME[section, key]
-    meanings: dict[Any, str] = {
-        int(choice) if choice.isdecimal() else choice: m for choice, m in field.meanings.items()
+    place = next(place for place in _places(name) if place in BY_NAME)
+    field = BY_NAME[place]
+    meanings: Mapping[Any, str] = {
+        int(choice) if choice.isdecimal() else choice: meaning for choice, meaning in field.meanings.items()
     }
-    if field.kind is Kind.BOOL:
-        meanings = {False: "", True: ""}
-    hidden = options.pop("hidden", ())
-    meanings = options.pop("meanings", meanings)
+    meanings = {False: "", True: ""} if field.kind is Kind.BOOL else more.pop("meanings", meanings)
     choices = "|".join(str(value) for value in meanings if value not in hidden)
     return Question(
         name,
         field.question,
-        default,
-        _options(name, meanings, hidden) if meanings else None,
+        getattr(defaults, name),
+        partial(_options, name, meanings, hidden) if meanings else None,
         metavar=METAVARS.get(field.kind, choices if len(choices) < 30 else "TYPE"),
-        key=(section, key),
-        **options,
+        check=_check_of(name),
+        key=place,
+        **more,
     )
 
 
-def _options(name: str, meanings: dict[Any, str], hidden: tuple[str, ...] = ()) -> Callable[[Context], list[Option]]:
-    def text(value: Any, context: Context) -> str:
-        word = {False: "no", True: "yes"}[value] if isinstance(value, bool) else str(value)
-        label = f"{word}: {meanings[value]}" if meanings[value] else word
-        return label + (notes.note(value, context) if name == "strategy" else "")
-
-    def offered(value: Any, context: Context) -> bool:
-        """Whether the wizard shows it: hybrid strategies for several machines, and what this machine can use."""
-        if name == "strategy":
-            return context["num_machines"] > 1 or STRATEGIES[value] not in HYBRID
-        if (name, value) == ("engine", "tpu"):
-            return context.machine.count == 0
-        return value not in hidden and (name, value) != ("engine", "single")
-
-    def options(context: Context) -> list[Option]:
-        return [
-            Option(
-                value,
-                partial(text, value, context),
-                validation.reason(name, value, context),
-                offered(value, context),
-                validation.caution(name, value, context),
-            )
-            for value in meanings
-        ]
-
-    return options
+def _places(name: str) -> list[tuple[str, str]]:
+    key = KEYS.get(name, name)
+    return [("", key), ("fsdp_config", key), ("fsdp_config", f"fsdp_{key}"), ("deepspeed_config", key)]
 
 
-def _as_zero(number: int) -> str:
-    return zero_name(ZERO_STAGES[STRATEGIES[number]])
+def _check_of(name: str) -> Callable[[Context, Any], Any]:
+    return getattr(validation, f"check_{name}", lambda context, value: value)
 
 
+def _options(name: str, meanings: Mapping[Any, str], hidden: tuple[str, ...], context: Context) -> list[Option]:
+    return [
+        Option(
+            value,
+            partial(_label, name, value, meaning, context),
+            validation.reason(name, value, context),
+            value not in hidden and _is_offered(name, value, context),
+            validation.caution(name, value, context),
+        )
+        for value, meaning in meanings.items()
+    ]
+
+
+def _label(name: str, value: Any, meaning: str, context: Context) -> str:
+    word = ("yes" if value else "no") if isinstance(value, bool) else str(value)
+    return (f"{word}: {meaning}" if meaning else word) + (
+        recommended.note(value, context) if name == "strategy" else ""
+    )
+
+
+def _is_offered(name: str, value: Any, context: Context) -> bool:
+    """Whether the wizard shows an option: hybrid strategies for several machines, and what this machine can use."""
+    if name == "strategy":
+        return context["num_machines"] > 1 or STRATEGIES[value] not in HYBRID
+    return name != "engine" or (value != "single" and (value != "tpu" or context.machine.count == 0))
+
+
+METHODS = {
+    "full": "every weight",
+    "lora": "small adapter matrices, the base stays frozen",
+    "qlora": "the same on a base quantised to 4 bits",
+}
+ENGINES = {
+    "fsdp": "PyTorch FSDP",
+    "ddp": "every GPU holds the whole model",
+    "deepspeed": "DeepSpeed ZeRO (pip install accel-fsdp[deepspeed])",
+    "tpu": "torch_xla's FSDP on a TPU host",
+    "single": "one process, which has nothing to share",
+}
+_FULL, _GRADS = (zero_name(ZERO_STAGES[STRATEGIES[number]]) for number in (1, 2))
 STRATEGY_MEANINGS = {
-    1: f"{STRATEGIES[1]}: parameters, gradients, optimizer state ({_as_zero(1)})",
-    2: f"{STRATEGIES[2]}: parameters kept after forward, less traffic ({_as_zero(2)})",
+    1: f"{STRATEGIES[1]}: parameters, gradients, optimizer state ({_FULL})",
+    2: f"{STRATEGIES[2]}: parameters kept after forward, less traffic ({_GRADS})",
     3: f"{STRATEGIES[3]}: plain data parallel, each GPU holds everything",
     4: f"{STRATEGIES[4]}: as 1 inside each machine, one replica per machine",
     5: f"{STRATEGIES[5]}: as 2 inside each machine, one replica each",
 }
+NAMES = {str(number): name for number, name in STRATEGIES.items()}
 
 QUESTIONS: tuple[Question, ...] = (
-    Question(
-        "model",
-        "Which model? (hub id or local folder)",
-        defaults.always("", "its layers become the FSDP units"),
-        check=validation.check_model,
-        metavar="ID_OR_FOLDER",
-    ),
+    _unkeyed("model", "Which model? (hub id or local folder)", metavar="ID_OR_FOLDER"),
+    _unkeyed("method", "What do you train?", METHODS),
     _unkeyed(
-        "method",
-        "What do you train?",
-        defaults.always("full", "every weight is trained"),
-        {
-            "full": "every weight",
-            "lora": "small adapter matrices, the base stays frozen",
-            "qlora": "the same on a base quantised to 4 bits",
-        },
+        "gpus", "Which machine will train? (such as 8xH100-80GB, 2x8xA100-40GB, cpu)", metavar="NxNAME[-MEMORYGB]"
     ),
-    Question(
-        "gpus",
-        "Which machine will train? (such as 8xH100-80GB, 2x8xA100-40GB, cpu)",
-        defaults.gpus,
-        check=validation.check_gpus,
-        metavar="NxNAME[-MEMORYGB]",
-    ),
-    _keyed(
-        "num_machines",
-        "num_machines",
-        defaults.num_machines,
-        section="",
-        check=validation.check_machines,
-        asked=lambda context: machines.parse(context["gpus"])[1] == 1,
-        alias="--nodes",
-    ),
-    Question(
+    _keyed("num_machines", asked=IF["one machine"], alias="--nodes"),
+    _unkeyed(
         "seq_len",
         "How many tokens per sequence?",
-        defaults.seq_len,
-        helps=lambda context: recommended.problem_of(context) is not None,
-        check=notes.check_length,
+        helps=IF["planned"],
+        check=recommended.check_length,
         metavar="TOKENS",
     ),
-    _unkeyed(
-        "engine",
-        "Which engine?",
-        defaults.engine,
-        {
-            "fsdp": "PyTorch FSDP",
-            "ddp": "every GPU holds the whole model",
-            "deepspeed": "DeepSpeed ZeRO (pip install accel-fsdp[deepspeed])",
-            "tpu": "torch_xla's FSDP on a TPU host",
-            "single": "one process, which has nothing to share",
-        },
-    ),
-    _keyed(
-        "fsdp_version",
-        "fsdp_version",
-        defaults.fsdp_version,
-        applies=_engine_is("fsdp"),
-        asked=never,
-    ),
-    _keyed(
-        "strategy",
-        "fsdp_sharding_strategy",
-        defaults.strategy,
-        meanings=STRATEGY_MEANINGS,
-        names={str(number): name for number, name in STRATEGIES.items()},
-        applies=_engine_is("fsdp"),
-    ),
-    _keyed(
-        "zero_stage",
-        "zero_stage",
-        defaults.zero_stage,
-        section="deepspeed_config",
-        applies=_engine_is("deepspeed"),
-    ),
-    _keyed("mixed_precision", "mixed_precision", defaults.mixed_precision, section="", hidden=("fp8",)),
-    _keyed(
-        "num_processes",
-        "num_processes",
-        defaults.processes,
-        section="",
-        check=validation.check_processes,
-        asked=never,
-    ),
-    Question(
-        "dp_replicate",
-        "How many replicas of the model?",
-        defaults.replicas,
-        applies=lambda context: context.engine is Engine.FSDP2 and context["strategy"] in (4, 5),
-        helps=never,
-        check=validation.check_replicas,
-        metavar="N",
-    ),
-    Question(
-        "tp",
-        "How many ranks divide each layer (tensor parallelism)?",
-        defaults.always(1, "whole layers; more sum activations over the ranks several times in each layer"),
-        applies=lambda context: context.engine is Engine.FSDP2,
-        helps=never,
-        check=validation.check_axis("tp"),
-        metavar="N",
-    ),
-    Question(
-        "ep",
-        "How many ranks divide the experts (expert parallelism)?",
-        defaults.always(1, "each rank gathers all experts of a layer; more send tokens to the experts' ranks"),
-        applies=lambda context: context.engine is Engine.FSDP2,
-        helps=never,
-        check=validation.check_axis("ep"),
-        metavar="N",
-    ),
-    _keyed(
-        "wrap_policy",
-        "fsdp_auto_wrap_policy",
-        defaults.always("TRANSFORMER_BASED_WRAP", "gathers one layer at a time"),
-        applies=IS_FSDP,
-        asked=never,
-    ),
-    _keyed(
-        "layer_class",
-        "fsdp_transformer_layer_cls_to_wrap",
-        defaults.layer_class,
-        applies=lambda context: context.engine is Engine.TPU or _wraps("TRANSFORMER_BASED_WRAP")(context),
-        check=validation.check_layer_class,
-        asked=lambda context: not defaults.layer_class(context)[0],
-    ),
-    _keyed(
-        "min_num_params",
-        "fsdp_min_num_params",
-        defaults.min_num_params,
-        applies=_wraps("SIZE_BASED_WRAP"),
-        check=validation.check_size,
-        asked=never,
-    ),
-    _keyed(
-        "cpu_offload",
-        "fsdp_offload_params",
-        defaults.cpu_offload,
-        applies=lambda context: context.is_fsdp or (context.engine is Engine.DEEPSPEED and context["zero_stage"] > 0),
-    ),
-    _keyed(
-        "activation_checkpointing",
-        "fsdp_activation_checkpointing",
-        defaults.activation_checkpointing,
-        applies=lambda context: context.is_fsdp or context.engine is Engine.TPU,
-    ),
-    _keyed(
-        "activation_offload",
-        "fsdp_activation_checkpointing_offload",
-        defaults.always(False, "the inputs of layers stay on the GPU; in host memory they cost copies over PCIe"),
-        applies=lambda context: context.engine is Engine.FSDP2 and context["activation_checkpointing"],
-        helps=never,
-    ),
-    Question(
-        "batch",
-        "How many sequences does a GPU train on at a time (micro-batch)?",
-        defaults.batch,
-        helps=lambda context: recommended.problem_of(context) is not None,
-        check=validation.check_batch,
-        metavar="N",
-    ),
-    _keyed(
-        "state_dict_type",
-        "fsdp_state_dict_type",
-        defaults.always("SHARDED_STATE_DICT", "each rank writes its part; resumes on another number of GPUs"),
-        hidden=("LOCAL_STATE_DICT",),
-        applies=IS_FSDP,
-    ),
-    _keyed(
-        "ram_efficient_loading",
-        "fsdp_cpu_ram_efficient_loading",
-        defaults.ram_efficient_loading,
-        applies=IS_FSDP,
-        asked=never,
-    ),
-    _keyed(
-        "main_process_ip",
-        "main_process_ip",
-        defaults.always("", f"empty: {listed(PLACING, 'or')} give the address of the first machine"),
-        section="",
-        applies=_several_machines,
-        check=validation.check_ip,
-    ),
-    _keyed(
-        "main_process_port",
-        "main_process_port",
-        defaults.always(DEFAULT_PORT, "Accelerate's default"),
-        section="",
-        applies=_several_machines,
-        check=validation.check_port,
-        asked=never,
-    ),
+    _unkeyed("engine", "Which engine?", ENGINES),
+    _keyed("fsdp_version", applies=IF["fsdp"], asked=IF["never"]),
+    _keyed("strategy", meanings=STRATEGY_MEANINGS, names=NAMES, applies=IF["fsdp"]),
+    _keyed("zero_stage", applies=IF["deepspeed"]),
+    _keyed("mixed_precision", hidden=("fp8",)),
+    _keyed("num_processes", asked=IF["never"]),
+    _unkeyed("dp_replicate", "How many replicas of the model?", applies=IF["hybrid mesh"], helps=IF["never"]),
+    _unkeyed("tp", "How many ranks divide each layer (tensor parallelism)?", applies=IF["fsdp2"], helps=IF["never"]),
+    _unkeyed("ep", "How many ranks divide the experts (expert parallelism)?", applies=IF["fsdp2"], helps=IF["never"]),
+    _keyed("wrap_policy", applies=IF["sharded"], asked=IF["never"]),
+    _keyed("layer_class", applies=IF["layers"], asked=IF["no layer"]),
+    _keyed("min_num_params", applies=IF["sizes"], asked=IF["never"]),
+    _keyed("cpu_offload", applies=IF["offloads"]),
+    _keyed("activation_checkpointing", applies=IF["recomputes"]),
+    _keyed("activation_offload", applies=IF["checkpoints"], helps=IF["never"]),
+    _unkeyed("batch", "How many sequences does a GPU train on at a time (micro-batch)?", helps=IF["planned"]),
+    _keyed("state_dict_type", hidden=("LOCAL_STATE_DICT",), applies=IF["sharded"]),
+    _keyed("ram_efficient_loading", applies=IF["sharded"], asked=IF["never"]),
+    _keyed("main_process_ip", applies=IF["several machines"]),
+    _keyed("main_process_port", applies=IF["several machines"], asked=IF["never"]),
 )
+"""The default of a question is the function of its name in `defaults`, its check is that in `validation`, if any."""
 
 
 def to_answers(context: Context) -> Answers:
@@ -321,17 +186,17 @@ def to_answers(context: Context) -> Answers:
     return replace(answers, auto_class=auto_class)
 
 
-def disabled_by(question: Question, context: Context) -> tuple[str, str]:
-    """The flag of the one answer so far without which a question would apply, and its first value with which it does.
-
-    Empty if no single answer decides that.
-    """
+def useless(question: Question, context: Context) -> UsageError:
+    """The error for the flag of a question that doesn't apply; it names the answer that decides so, if it is one."""
+    flag, decided, fix = question.flag, "the other answers", f"leave out {question.flag}"
     for earlier in QUESTIONS:
         options = earlier.options(context) if earlier.options and earlier.field in context.given else []
         for value in (option.value for option in options if not option.disabled):
-            if question.applies(replace(context, given={**context.given, earlier.field: value})):
-                return f"{earlier.flag} {context[earlier.field]}", f"{earlier.flag} {value}"
-    return "", ""
+            enabling = replace(context, given={**context.given, earlier.field: value})
+            if question.applies(enabling) and decided == "the other answers":
+                decided, fix = f"{earlier.flag} {context[earlier.field]}", f"{fix}, or {earlier.flag} {value}"
+    why = "a setting without effect usually means a mistake elsewhere"
+    return UsageError(f"{flag} has no effect with {decided}", why=why, fix=fix)
 
 
 def applying(answers: Answers) -> list[Question]:

@@ -10,7 +10,6 @@ from accel_fsdp.config import (
     DEFAULT_ZERO_STAGE,
     ENGINE_NAMES,
     EXPERT_FIELD,
-    FSDP_VERSIONS,
     NULL_IS_ABSENT,
     STRATEGIES,
     TRUE_WORDS,
@@ -29,11 +28,6 @@ MESH = "parallelism_config"
 UNKNOWN = (None, -1)
 """Values that leave a key to the model, to the machine or to the command line; -1 processes are one for each GPU."""
 KEYS = {question.key: question.field for question in QUESTIONS if question.key}
-UNANSWERED = Answers(
-    *("", "full", "cpu", 1, "fsdp", 2, 1, DEFAULT_ZERO_STAGE, "no", 0, "TRANSFORMER_BASED_WRAP", (), 100_000_000),
-    *(False, False, "SHARDED_STATE_DICT", True, "", 0),
-)
-"""What stands for an answer that a file leaves open."""
 
 
 def to_flags(job: JobConfig) -> dict[str, str]:
@@ -56,11 +50,10 @@ def to_flags(job: JobConfig) -> dict[str, str]:
             value = effective(job, section, key)
             if value not in UNKNOWN:
                 flags[field] = class_names(value) if BY_NAME[section, key].kind is Kind.NAMES else str(value)
-    if engine in FSDP_VERSIONS.values():
-        flags["fsdp_version"] = "1" if engine is Engine.FSDP1 else "2"
+    if engine is Engine.FSDP1:
+        flags["fsdp_version"] = "1"
     if engine is Engine.FSDP2:
-        flags["strategy"] = _strategy_of_fsdp2(job)
-        flags |= _axes_of(job, flags["strategy"])
+        flags |= {"fsdp_version": "2"} | _mesh(job)
     if engine is Engine.DDP:  # as DDP saves and loads
         flags |= {"state_dict_type": "FULL_STATE_DICT", "ram_efficient_loading": "False"}
     if engine is Engine.DEEPSPEED:
@@ -81,19 +74,15 @@ def _deepspeed(job: JobConfig) -> dict[str, str]:
     return {"cpu_offload": str(bool({"cpu", "nvme"} & used)), "ram_efficient_loading": str(builds)}
 
 
-def _axes_of(job: JobConfig, strategy: str) -> dict[str, str]:
-    """The sizes of a mesh beside its shards, from the mesh and the script's launch line."""
-    sizes = {"tp": job.mesh["tp"], "dp_replicate": job.mesh["dp_replicate"]} if job.section(MESH) else {}
-    if strategy not in ("4", "5"):
-        sizes.pop("dp_replicate", None)
-    sizes["ep"] = parse_command_line(script_arguments(job.source)).get(EXPERT_FIELD, 1)
-    return {name: str(size) for name, size in sizes.items() if str(size) != "1" or name == "dp_replicate"}
-
-
-def _strategy_of_fsdp2(job: JobConfig) -> str:
+def _mesh(job: JobConfig) -> dict[str, str]:
+    """The strategy of FSDP2, and the sizes of its mesh beside the shards; experts are in the launch line."""
     copies, shards = (job.mesh[axis] for axis in DATA_AXES)
     hybrid = job.section(MESH) and (copies != 1 or shards == job.number("num_processes"))
-    return str((1 if job.on("fsdp_reshard_after_forward") else 2) + (3 if hybrid else 0))
+    strategy = (1 if job.on("fsdp_reshard_after_forward") else 2) + (3 if hybrid else 0)
+    experts = parse_command_line(script_arguments(job.source)).get(EXPERT_FIELD, 1)
+    sizes = {"tp": job.mesh["tp"] if job.section(MESH) else 1, "ep": experts}
+    flags = {name: str(size) for name, size in sizes.items() if str(size) != "1"}
+    return flags | {"strategy": str(strategy)} | ({"dp_replicate": str(copies)} if hybrid else {})
 
 
 def effective(job: JobConfig, section: str, key: str) -> Any:
@@ -142,8 +131,8 @@ def _header_flags(text: str, engine: str) -> dict[str, str]:
 
 
 def to_answers(flags: Mapping[str, str]) -> Answers:
-    """The answers of flags that no question has checked, with `UNANSWERED` for the open ones."""
-    values: dict[str, Any] = {**vars(UNANSWERED)}
+    """The answers of flags that no question has checked, with the defaults of `Answers` for the open ones."""
+    values: dict[str, Any] = {**vars(Answers())}
     for name, text in flags.items():
         kind = type(values[name])
         if kind is bool:

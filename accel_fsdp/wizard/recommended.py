@@ -1,22 +1,28 @@
-"""What the plan recommends for the answers so far, and what it says of all answers. Pure, but for recording tapes.
+"""What the plan recommends for the answers so far, says of a strategy, and of all answers. Pure, but for recording.
+
+GPUs outside the table have no recommendation.
 
 The prediction is imported on first use: `accel-fsdp --help` lists the questions and needs none.
 """
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.config import ENGINE_NAMES, FSDP_VERSIONS, STRATEGIES, TORCH_DTYPES, Engine, Precision
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import gpus, machines
-from accel_fsdp.job import FSDP_KINDS, Job, Layout, from_arguments, recompute_by
+from accel_fsdp.job import FSDP_KINDS, Job, Layout, Recipe, from_arguments, recompute_by
+from accel_fsdp.models import state_bytes
+from accel_fsdp.units import gib_or_mib
+from accel_fsdp.wizard import validation
 from accel_fsdp.wizard.answers import MESH
 from accel_fsdp.wizard.question import Context, engine_of
 
 if TYPE_CHECKING:
     from accel_fsdp.prediction import Candidate, Problem
+    from accel_fsdp.prediction.memory import ModelShape, Tapes
 
 OF_FSDP = frozenset(
     {
@@ -25,6 +31,9 @@ OF_FSDP = frozenset(
     }
 )
 """Questions whose answer by a flag picks FSDP."""
+NO_ADDRESS = (
+    "note: without the first machine's address a cluster engine has to give it: accel-fsdp script makes its job file"
+)
 RECOMPUTES = "activation_checkpointing"
 _CACHE: "dict[tuple[Any, ...], Candidate | None]" = {}
 
@@ -50,43 +59,46 @@ def layout_of(context: Context) -> Layout | None:
     return Layout(engine, strategy, ranks, together, offloads, tensor, experts=experts)
 
 
+@cache
+def shape_of(model: str) -> "tuple[ModelShape, Mapping[str, Tapes]] | None":
+    """A model's shape and its recorded allocations, recorded now if need be; None if it can't be planned."""
+    from accel_fsdp.prediction.tracing import by_name
+
+    try:
+        return by_name.read_shape(model, Recipe())
+    except UserError:  # such as an encoder-decoder
+        return None
+
+
 def problem_of(context: Context) -> "Problem | None":
     """The model, GPUs, method, precision and length of the answers; None if the model or the GPU is unknown.
 
     Its job has any layout for these ranks, and one row.
     """
     from accel_fsdp.prediction import Problem, length_of
-    from accel_fsdp.prediction.tracing import by_name
 
-    machine = context.machine
-    one_unit = context.given.get("wrap_policy", context.wished.get("wrap_policy")) == "NO_WRAP"  # plans gather layers
-    known_gpu = machine.accelerator is not None and gpus.is_known(machine.accelerator)
-    if one_unit or not known_gpu or (is_own_model(context) and context.traced is None) or context.model is None:
+    machine, answers = context.machine, {**context.wished, **context.given}
+    is_known = context.model is not None and machine.accelerator is not None and gpus.is_known(machine.accelerator)
+    if not is_known or answers.get("wrap_policy") == "NO_WRAP":  # plans gather layers
         return None
-    recipe = from_arguments.planned_recipe(context["method"], _precision(context))
+    known = shape_of(context["model"])
+    if known is None:
+        return None
+    shape, tapes = known
     try:
-        shape, tapes = context.traced or by_name.read_shape(context["model"], recipe)
         length = length_of(shape, context.given.get("seq_len"))
         gpu = gpus.find(str(machine.accelerator), machine.memory_gib)
-    except UserError:  # a model that can't be planned, such as an encoder-decoder, or a GPU of another size
+    except UserError:  # a GPU of another size
         return None
-    number = context["num_machines"]
-    asked = str(context.given.get("num_processes") or context.wished.get("num_processes", ""))
+    number, asked = context["num_machines"], str(answers.get("num_processes", ""))
     ranks = int(asked) if _is_number(asked) and int(asked) else machine.count * number
     layout = Layout.ddp(ranks, max(ranks // number, 1)) if ranks > 1 else Layout.alone()
+    usual: Precision = "bf16" if machines.has_bf16(machine) else "fp16"
+    asked_precision = answers.get("mixed_precision")
+    precision = asked_precision if asked_precision in TORCH_DTYPES else usual
+    recipe = from_arguments.planned_recipe(context["method"], precision)
     attention = "sdpa" if shape.eager_only else recipe.attention
-    job = Job(layout, replace(recipe, length=length, attention=attention))
-    return Problem(shape, tapes, gpu, job)
-
-
-def is_own_model(context: Context) -> bool:
-    """Whether the model has no name or is a folder, whose model may differ from the catalogue's."""
-    return not context["model"] or os.path.exists(context["model"])
-
-
-def _precision(context: Context) -> Precision:
-    precision = context.given.get("mixed_precision", context.wished.get("mixed_precision"))
-    return precision if precision in TORCH_DTYPES else "bf16" if machines.has_bf16(context.machine) else "fp16"
+    return Problem(shape, tapes, gpu, Job(layout, replace(recipe, length=length, attention=attention)))
 
 
 def candidate(context: Context) -> "Candidate | None":
@@ -98,29 +110,29 @@ def candidate(context: Context) -> "Candidate | None":
     if problem is None:
         return None
     asked = wanted(context)
-    key = (
-        context["model"],
-        id(problem.tapes),
-        problem.gpu.name,
-        problem.gpu.memory_gib,
-        problem.job,
-        *asked.items(),
-        *(str(context.given.get(axis)) for axis in MESH),
-    )
+    axes = (str(context.given.get(axis)) for axis in MESH)
+    find = _on_mesh if _divides(context) else _searched
+    return _cached(problem, (*asked.items(), *axes), lambda: find(context, problem, asked))
+
+
+def _cached(problem: "Problem", answers: tuple[Any, ...], find: "Callable[[], Candidate | None]") -> "Candidate | None":
+    key = (id(problem.tapes), problem.gpu.name, problem.gpu.memory_gib, problem.job, *answers)
     if key not in _CACHE:
         try:
-            _CACHE[key] = _on_mesh(context, problem) if _divides(context) else _searched(context, problem, asked)
+            _CACHE[key] = find()
         except UserError:  # what this method allocates can't be recorded
             _CACHE[key] = None
     return _CACHE[key]
 
 
 def _searched(context: Context, problem: "Problem", asked: Mapping[str, Any]) -> "Candidate | None":
-    """The recommendation among the layouts that the plan tries, or in the one that is answered, such as NO_SHARD."""
+    """The recommendation among the layouts that the plan tries, or in the one that is answered, such as NO_SHARD.
+
+    The one without any answer stays while the answers agree with it.
+    """
     from accel_fsdp.prediction import layouts, search
 
-    agrees = _agreement(asked)
-    plain = _overall(problem)
+    agrees, plain = _agreement(asked), _cached(problem, (), lambda: search.best(problem))
     if plain and agrees(plain.job) and asked.get("batch", plain.recipe.rows) == plain.recipe.rows:
         return plain
     if "batch" in asked:
@@ -133,23 +145,13 @@ def _searched(context: Context, problem: "Problem", asked: Mapping[str, Any]) ->
     return found or search.least(problem, jobs, agrees)
 
 
-def _overall(problem: "Problem") -> "Candidate | None":
-    """The recommendation without any answer, which stays while the answers agree with it."""
-    from accel_fsdp.prediction import search
-
-    key = (id(problem.tapes), problem.gpu.name, problem.gpu.memory_gib, problem.job)
-    if key not in _CACHE:
-        _CACHE[key] = search.best(problem)
-    return _CACHE[key]
-
-
 def _divides(context: Context) -> bool:
     """Whether layers or experts are divided, by an answer or a flag."""
     answers = {**context.wished, **context.given}
     return any(str(answers.get(axis) or 1) != "1" for axis in MESH[1:])
 
 
-def _on_mesh(context: Context, problem: "Problem") -> "Candidate | None":
+def _on_mesh(context: Context, problem: "Problem", asked: Mapping[str, Any]) -> "Candidate | None":
     """One row on the mesh of the answers, with checkpointing where it doesn't fit without; None before its sizes."""
     layout = layout_of(context) if "ep" in context.given else None
     if layout is None:
@@ -206,21 +208,6 @@ def _agreement(asked: Mapping[str, Any]) -> Callable[[Job], bool]:
     return agrees
 
 
-def job_of(context: Context) -> Job | None:
-    """The job of settled answers; None on CPU and TPU, or if the model or the GPU is unknown."""
-    problem, layout = problem_of(context), layout_of(context)
-    if problem is None or layout is None:
-        return None
-    recomputes = context["activation_checkpointing"] or checkpoints_in_script(context)
-    recipe = replace(
-        problem.job.recipe,
-        rows=context["batch"] or 1,
-        checkpointing="full" if recomputes else "none",
-        offloads_inputs=context["activation_offload"],
-    )
-    return Job(layout, recipe).settled
-
-
 def checkpoints_in_script(context: Context) -> bool:
     """Whether the script has to checkpoint activations: where the engine can't, and the plan recommends it."""
     chosen = candidate(context)
@@ -239,11 +226,88 @@ def _as_written(problem: "Problem", job: Job) -> "Problem":
 
 def judgement(context: Context) -> "tuple[Problem, Candidate] | None":
     """The plan's verdict on settled answers, as it judges their YAML; None if the model or the GPU is unknown."""
-    problem, job = problem_of(context), job_of(context)
-    if problem is None or job is None:
+    problem, layout = problem_of(context), layout_of(context)
+    if problem is None or layout is None:
         return None
-    written = _as_written(problem, job)
+    recomputes = context["activation_checkpointing"] or checkpoints_in_script(context)
+    recipe = replace(
+        problem.job.recipe,
+        rows=context["batch"] or 1,
+        checkpointing="full" if recomputes else "none",
+        offloads_inputs=context["activation_offload"],
+    )
     try:
+        written = _as_written(problem, Job(layout, recipe).settled)
         return written, written.judged(written.job)
     except UserError:
         return None
+
+
+def note(strategy: int, context: Context) -> str:
+    """What the plan says of a strategy: what a GPU needs, and its speed; empty if it is unknown."""
+    if strategy in (4, 5) and context["num_machines"] == 1:
+        return ""
+    chosen = candidate(replace(context, given={**context.given, "strategy": strategy}))
+    return f", {in_figures(chosen)}" if chosen else ""
+
+
+def in_figures(candidate: "Candidate") -> str:
+    """The memory that a job needs and its speed on each GPU, or that it doesn't fit, in a few words."""
+    needed = gib_or_mib(candidate.device.needed)
+    if not candidate.fits:
+        return f"{needed}: doesn't fit"
+    return needed + (f", {candidate.tokens_per_s:,.0f} tokens/s" if candidate.step else "")
+
+
+def because(candidate: "Candidate") -> str:
+    """The reason for a recommended answer."""
+    return "the plan recommends it" if candidate.fits else "nothing fits; this needs least"
+
+
+def check_length(context: Context, value: Any) -> int | None:
+    """Refuses rows without tokens, and rows longer than the model's positions, as far as these are known."""
+    from accel_fsdp.prediction import length_of, trace_store
+
+    if value is None:
+        return None
+    length, problem = validation.check_tokens(context, value), problem_of(context)
+    recorded = (problem.shape,) if problem else trace_store.find(context["model"])
+    return length_of(recorded[0], length) if recorded else length
+
+
+def checkpoints_in_yaml(context: Context) -> bool:
+    """Whether Accelerate can checkpoint activations with these answers; otherwise the training script can."""
+    question_key = ("activation_checkpointing", True, context)
+    return context.is_fsdp and not validation.reason(*question_key) and not validation.caution(*question_key)
+
+
+def warnings(context: Context) -> tuple[str, ...]:
+    """Cautions and the plan's objections to settled answers, shown before writing, line by line."""
+    lines = tuple(f"warning: {caution}" for caution in validation.cautions(context))
+    if context["method"] == "qlora" and context.model and context.model.fused_experts:
+        lines += (f"note: {state_bytes.experts_in_16_bits(context.model.fused_experts)}",)
+    if context["num_machines"] > 1 and not context["main_process_ip"]:
+        lines += (NO_ADDRESS,)
+    if context["mixed_precision"] == "bf16" and context.machine.count and not machines.has_bf16(context.machine):
+        units = f"{context.machine.accelerator} has no bf16 units and computes it at the rate of float32"
+        lines += (f"warning: {units}; --mixed-precision fp16 is faster",)
+    gpus = context.machine.count * context["num_machines"]
+    if context["num_processes"] < gpus:
+        lines += (f"note: {context['num_processes']} of {gpus} GPUs will be used, one per process",)
+    return (*lines, *misfit(context))
+
+
+def misfit(context: Context) -> tuple[str, ...]:
+    """Why settled answers don't fit into a GPU's memory, and changes that would, as sentences.
+
+    Empty if they fit, or if this is unknown.
+    """
+    from accel_fsdp.prediction import remedies
+
+    verdict = judgement(context)
+    if verdict is None or verdict[1].fits:
+        return ()
+    problem, judged = verdict
+    lead = "this leaves too little free memory" if judged.verdict == "tight" else "this doesn't fit"
+    better = "; ".join(change.flags for change in remedies(problem, judged.job)) or "a smaller model, or larger GPUs"
+    return f"warning: {lead}: {judged.refused or f'it {judged.words}'}", f"  what fits: {better}"

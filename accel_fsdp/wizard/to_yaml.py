@@ -1,9 +1,8 @@
 """Converts answers to the text of an Accelerate YAML."""
 
 import shlex
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from accel_fsdp.config import (
     BY_NAME,
@@ -24,75 +23,69 @@ from accel_fsdp.wizard.answers import Answers
 from accel_fsdp.wizard.question import engine_of
 from accel_fsdp.wizard.questions import applying
 
+Place: TypeAlias = tuple[str, str]
+"""A section and a key."""
+SECTIONS = {
+    **dict.fromkeys((Engine.FSDP1, Engine.FSDP2, Engine.TPU), "fsdp_config"),
+    Engine.DEEPSPEED: "deepspeed_config",
+}
 OWN_SCRIPT = "YOUR_SCRIPT.py"
 """The placeholder for a script, for models that train/sft.py doesn't train."""
 
 
 def to_mapping(answers: Answers) -> dict[str, Any]:
     """The YAML's content: the keys that Accelerate 1.15 reads for this engine and no others, in the table's order."""
+    content: dict[str, Any] = {}
+    for (section, key), value in flat_mapping(answers).items():
+        mapping = content.setdefault(section, {}) if section else content
+        mapping[key] = value
+    return content
+
+
+def flat_mapping(answers: Answers) -> dict[Place, Any]:
+    """The values of the YAML by section and key."""
     engine = engine_of(vars(answers))
-    values: dict[tuple[str, str], Any] = {
+    values: dict[Place, Any] = {
         ("", "compute_environment"): "LOCAL_MACHINE",
         ("", "distributed_type"): DISTRIBUTED_TYPES[engine],
     }
     for question in applying(answers):
-        if question.key and engine in BY_NAME[question.key].engines:
-            value = getattr(answers, question.field)
-            if value in ("", ()):
-                continue  # the cluster engine, or the model itself, supplies it
+        value = getattr(answers, question.field)
+        if question.key and engine in BY_NAME[question.key].engines and value not in ("", ()):
             values[question.key] = ",".join(value) if isinstance(value, tuple) else value
-    values |= _DERIVED[engine](answers)
-    content: dict[str, Any] = {}
-    for (section, key), field in BY_NAME.items():
-        if (section, key) in values:
-            mapping = content.setdefault(section, {}) if field.section else content
-            mapping[key] = values[section, key]
-    return content
+    section = SECTIONS.get(engine, "")
+    values |= {(section, key): value for key, value in _derived(answers, engine).items()}
+    if engine is Engine.FSDP2:  # hybrid sharding and tensor parallelism are a device mesh
+        values |= {("parallelism_config", key): size for key, size in answers.mesh.items()}
+    if engine is Engine.TPU:
+        values["", "main_training_function"] = "main"
+    return {place: values[place] for place in BY_NAME if place in values}
 
 
-def _fsdp1(answers: Answers) -> dict[tuple[str, str], Any]:
-    settings = {
-        "fsdp_backward_prefetch": "BACKWARD_PRE",
-        "fsdp_forward_prefetch": False,
-        "fsdp_use_orig_params": True,
-        "fsdp_sync_module_states": True,
-    }
-    return {("fsdp_config", key): value for key, value in settings.items()}
+def _derived(answers: Answers, engine: Engine) -> dict[str, Any]:
+    """The keys of an engine's section that several answers decide, or none."""
+    if engine is Engine.FSDP1:
+        constant = {"fsdp_forward_prefetch": False, "fsdp_use_orig_params": True, "fsdp_sync_module_states": True}
+        return {"fsdp_backward_prefetch": "BACKWARD_PRE", **constant}
+    if engine is Engine.FSDP2:
+        return {"fsdp_reshard_after_forward": RESHARDS[STRATEGIES[answers.strategy]]}
+    if engine is Engine.TPU:
+        checkpoints = answers.activation_checkpointing
+        return {"fsdp_xla": True, "fsdp_xla_fsdp_v2": True, "fsdp_xla_fsdp_grad_ckpt": checkpoints}
+    return _of_deepspeed(answers) if engine is Engine.DEEPSPEED else {}
 
 
-def _fsdp2(answers: Answers) -> dict[tuple[str, str], Any]:
-    """FSDP2 spells hybrid sharding and tensor parallelism as a device mesh."""
-    reshards = RESHARDS[STRATEGIES[answers.strategy]]
-    mesh = {("parallelism_config", key): size for key, size in answers.mesh.items()}
-    return {("fsdp_config", "fsdp_reshard_after_forward"): reshards, **mesh}
-
-
-def _deepspeed(answers: Answers) -> dict[tuple[str, str], Any]:
+def _of_deepspeed(answers: Answers) -> dict[str, Any]:
     """`auto` lets Trainer fill in its own arguments; without the stage-3 flags no model would be saved."""
     device = "cpu" if answers.cpu_offload else "none"
     settings: dict[str, Any] = {"offload_optimizer_device": device} if answers.zero_stage else {}
     if answers.zero_stage == 3:
-        init = answers.ram_efficient_loading
-        settings |= {"offload_param_device": device, "zero3_init_flag": init, "zero3_save_16bit_model": True}
+        settings |= {"offload_param_device": device, "zero3_init_flag": answers.ram_efficient_loading}
+        settings["zero3_save_16bit_model"] = True
     settings |= {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
     if answers.num_machines > 1:
         settings["deepspeed_multinode_launcher"] = "standard"
-    return {("deepspeed_config", key): value for key, value in settings.items()}
-
-
-def _tpu(answers: Answers) -> dict[tuple[str, str], Any]:
-    xla = {"fsdp_xla": True, "fsdp_xla_fsdp_v2": True, "fsdp_xla_fsdp_grad_ckpt": answers.activation_checkpointing}
-    return {("", "main_training_function"): "main"} | {("fsdp_config", key): value for key, value in xla.items()}
-
-
-_DERIVED: dict[Engine, Callable[[Answers], dict[tuple[str, str], Any]]] = {
-    Engine.NONE: lambda answers: {},
-    Engine.DDP: lambda answers: {},
-    Engine.FSDP1: _fsdp1,
-    Engine.FSDP2: _fsdp2,
-    Engine.DEEPSPEED: _deepspeed,
-    Engine.TPU: _tpu,
-}
+    return settings
 
 
 def to_text(answers: Answers, launch: str = "") -> str:

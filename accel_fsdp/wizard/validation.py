@@ -1,7 +1,7 @@
 """The answers that can't be used, each with its reason: unsuitable options, values that would fail. Pure."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 from accel_fsdp.config import DEFAULT_PORT, Engine
@@ -144,121 +144,67 @@ def _number(flag: str, value: Any, why: str, *, fix: int, most: int) -> int:
     text = str(value).strip()
     number = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else -1
     if not 1 <= number <= most:
-        raise UserError(
-            f"{flag} {text[:LONGEST_SHOWN]} is not a whole number from 1 to {most}", why=why, fix=f"{flag} {fix}"
-        )
+        what = f"{flag} {text[:LONGEST_SHOWN]} is not a whole number from 1 to {most}"
+        raise UserError(what, why=why, fix=f"{flag} {fix}")
     return number
 
 
-def check_size(context: Context, value: Any) -> int:
-    why = "FSDP makes a unit of each module with more parameters than that; 0 wraps nothing"
-    return _number("--min-num-params", value, why, fix=100_000_000, most=10**15)
+def _whole(flag: str, fix: int, most: int, why: str) -> Callable[[Context, Any], int]:
+    return lambda context, value: _number(flag, value, why, fix=fix, most=most)
+
+
+UNITS = "FSDP makes a unit of each module with more parameters than that; 0 wraps nothing"
+check_min_num_params = _whole("--min-num-params", 100_000_000, 10**15, UNITS)
+check_tokens = _whole("--seq-len", Recipe.length, 10**9, "a row has tokens to train on")
+check_main_process_port = _whole("--main-process-port", DEFAULT_PORT, 65535, "it must be a free TCP port")
 
 
 def check_batch(context: Context, value: Any) -> int:
     return 0 if value == 0 else _number("--batch", value, "a step trains on something", fix=1, most=10**6)
 
 
-def check_tokens(context: Context, value: Any) -> int:
-    return _number("--seq-len", value, "a row has tokens to train on", fix=Recipe.length, most=10**9)
+def _refuse_first(problems: Iterable[tuple[str, str, str]]) -> None:
+    for what, why, fix in problems:
+        raise UserError(what, why=why, fix=fix)
 
 
-def check_port(context: Context, value: Any) -> int:
-    return _number("--main-process-port", value, "it must be a free TCP port", fix=DEFAULT_PORT, most=65535)
-
-
-def check_machines(context: Context, value: Any) -> int:
-    described = machines.parse(context["gpus"])[1]
-    count = _number(
-        "--num-machines", value, "it counts all machines, including this one", fix=described, most=MOST_RANKS
-    )
+def check_num_machines(context: Context, value: Any) -> int:
+    described, why = machines.parse(context["gpus"])[1], "it counts all machines, including this one"
+    count = _number("--num-machines", value, why, fix=described, most=MOST_RANKS)
     if described not in (1, count):
-        raise UserError(
+        what, why = (
             f"--num-machines {count} contradicts --gpus {context['gpus']}",
-            why=f"that describes {described} machines",
-            fix=f"--num-machines {described}, or describe one machine alone",
+            f"that describes {described} machines",
         )
+        raise UserError(what, why=why, fix=f"--num-machines {described}, or describe one machine alone")
     return count
 
 
-def check_processes(context: Context, value: Any) -> int:
+def check_num_processes(context: Context, value: Any) -> int:
     """Refuses numbers that Accelerate would round, refuse, or shard over a single rank."""
-    machines_in_all = context["num_machines"]
-    one_each = max(context.machine.count, 1) * machines_in_all
+    one_each = max(context.machine.count, 1) * context["num_machines"]
     total = _number("--num-processes", value, "each process drives one GPU", fix=one_each, most=MOST_RANKS)
-    if total % machines_in_all:
-        raise UserError(
-            f"--num-processes {total} is not a multiple of --num-machines {machines_in_all}",
-            why="it is the total over all machines; Accelerate would start fewer, silently",
-            fix=f"--num-processes {max(total // machines_in_all, 1) * machines_in_all}",
-        )
-    gpus = context.machine.count * machines_in_all
-    if 0 < gpus < total:
-        raise UserError(
-            f"--num-processes {total} on {gpus} GPUs",
-            why="each process drives one GPU",
-            fix=f"--num-processes {gpus}, or describe the machine: --gpus {total // machines_in_all}xNAME",
-        )
-    hybrid = context["engine"] == "fsdp" and context["strategy"] in (4, 5)
-    if hybrid and total // machines_in_all < 2:
-        raise UserError(
-            f"hybrid sharding with {total // machines_in_all} process per machine",
-            why="it shards inside each machine, so nothing would be sharded",
-            fix="two GPUs or more on each machine, or --strategy 1",
-        )
-    if total < 2 and context.engine is Engine.DDP:
-        raise UserError(
-            "data parallel training with 1 process",
-            why="Accelerate refuses it",
-            fix="--num-processes 2 or more" if context.machine.count != 1 else "--engine fsdp, which one GPU can do",
-        )
+    _refuse_first(_problems_of_processes(context, total))
     return total
 
 
-def check_replicas(context: Context, value: Any) -> int:
-    total = context["num_processes"]
-    size = _divisor("--dp-replicate", value, total, f"the {total} processes are divided evenly among them")
-    if size * 2 > total:
-        fix = f"--dp-replicate {max(total // 2, 1)}; or --strategy 1 without --dp-replicate"
-        raise UserError(f"{size} replicas of {total} processes", why="one process has nothing to share", fix=fix)
-    return size
-
-
-def check_axis(axis: Literal["tp", "ep"]) -> Callable[[Context, Any], int]:
-    """Refuses what transformers can't divide: over machines, by heads or experts, without a plan, or in 4 bits."""
-
-    def check(context: Context, value: Any) -> int:
-        here, copy = context["num_processes"] // context["num_machines"], _ranks_per_copy(context)
-        why = {
-            "tp": f"every layer waits for all ranks of a group, so it stays in one machine: {here}",
-            "ep": f"experts are divided over the {copy} ranks of one copy",
-        }[axis]
-        fix = _sizes_that_fit(context, axis)
-        size = _divisor(f"--{axis}", value, here if axis == "tp" else copy, why, fix)
-        if axis == "ep" and size > 1 and size % context["tp"]:
-            raise UserError(f"--ep {size}", why=f"it holds whole groups of --tp {context['tp']}", fix=fix)
-        if size > 1:
-            _refuse_axis(context, axis, {"tp": context.given.get("tp", 1), "ep": 1, axis: size})
-        return size
-
-    return check
-
-
-def _sizes_that_fit(context: Context, axis: str) -> str:
-    """The fix that names an axis' sizes for these processes and this model."""
-    tensor = context["tp"] if axis == "ep" else 1
-    sizes = {"fsdp": _ranks_per_copy(context) // tensor, "tp": tensor, "ep": 1}
-    here = context["num_processes"] // context["num_machines"]
-    fitting = (context.model or Divisible()).fitting(axis, sizes)
-    fitting = [size for size in fitting if axis == "ep" or here % size == 0]
-    words = " or ".join(map(str, fitting))
-    return f"--{axis} {words}" if fitting else f"leave out --{axis}, or another --num-processes"
-
-
-def _ranks_per_copy(context: Context) -> int:
-    """The ranks that share one copy of the model."""
-    replicas = context["dp_replicate"] if context["strategy"] in (4, 5) else 1
-    return int(context["num_processes"] // max(replicas, 1))
+def _problems_of_processes(context: Context, total: int) -> Iterator[tuple[str, str, str]]:
+    number = context["num_machines"]
+    each, gpus = total // number, context.machine.count * number
+    if total % number:
+        why = "it is the total over all machines; Accelerate would start fewer, silently"
+        what = f"--num-processes {total} is not a multiple of --num-machines {number}"
+        yield what, why, f"--num-processes {max(each, 1) * number}"
+    if 0 < gpus < total:
+        fix = f"--num-processes {gpus}, or describe the machine: --gpus {each}xNAME"
+        yield f"--num-processes {total} on {gpus} GPUs", "each process drives one GPU", fix
+    if context["engine"] == "fsdp" and context["strategy"] in (4, 5) and each < 2:
+        why = "it shards inside each machine, so nothing would be sharded"
+        fix = "two GPUs or more on each machine, or --strategy 1"
+        yield f"hybrid sharding with {each} process per machine", why, fix
+    if total < 2 and context.engine is Engine.DDP:
+        fix = "--num-processes 2 or more" if context.machine.count != 1 else "--engine fsdp, which one GPU can do"
+        yield "data parallel training with 1 process", "Accelerate refuses it", fix
 
 
 def _divisor(flag: str, value: Any, whole: int, why: str, fix: str = "") -> int:
@@ -268,23 +214,70 @@ def _divisor(flag: str, value: Any, whole: int, why: str, fix: str = "") -> int:
     return size
 
 
-def _refuse_axis(context: Context, axis: str, axes: dict[str, int]) -> None:
-    model, flag = context.model, f"--{axis} {axes[axis]}"
+def check_dp_replicate(context: Context, value: Any) -> int:
+    total = context["num_processes"]
+    size = _divisor("--dp-replicate", value, total, f"the {total} processes are divided evenly among them")
+    if size * 2 > total:
+        fix = f"--dp-replicate {max(total // 2, 1)}; or --strategy 1 without --dp-replicate"
+        raise UserError(f"{size} replicas of {total} processes", why="one process has nothing to share", fix=fix)
+    return size
+
+
+def _check_axis(axis: Literal["tp", "ep"]) -> Callable[[Context, Any], int]:
+    """Refuses what transformers can't divide: over machines, by heads or experts, without a plan, or in 4 bits."""
+
+    def check(context: Context, value: Any) -> int:
+        here, copy = context["num_processes"] // context["num_machines"], _ranks_per_copy(context)
+        whole, why = {
+            "tp": (here, f"every layer waits for all ranks of a group, so it stays in one machine: {here}"),
+            "ep": (copy, f"experts are divided over the {copy} ranks of one copy"),
+        }[axis]
+        size = _divisor(f"--{axis}", value, whole, why, _sizes_that_fit(context, axis))
+        if size > 1:
+            _refuse_first(_problems_of_axis(context, axis, size))
+        return size
+
+    return check
+
+
+check_tp, check_ep = _check_axis("tp"), _check_axis("ep")
+
+
+def _problems_of_axis(context: Context, axis: str, size: int) -> Iterator[tuple[str, str, str]]:
+    model, flag, fix = context.model, f"--{axis} {size}", _sizes_that_fit(context, axis)
+    if axis == "ep" and size % context["tp"]:
+        yield flag, f"it holds whole groups of --tp {context['tp']}", fix
     if context["strategy"] in (2, 5):
-        why, fix = "its weights are always freed after forward", f"--strategy {context['strategy'] - 1}"
-        raise UserError(f"{flag} with --strategy {context['strategy']}", why=why, fix=fix)
+        why = "its weights are always freed after forward"
+        yield f"{flag} with --strategy {context['strategy']}", why, f"--strategy {context['strategy'] - 1}"
     if context["mixed_precision"] == "fp16":
         why = "transformers, which divides the model, has no fp16"
-        raise UserError(f"{flag} with --mixed-precision fp16", why=why, fix=f"--mixed-precision bf16, or --{axis} 1")
+        yield f"{flag} with --mixed-precision fp16", why, f"--mixed-precision bf16, or --{axis} 1"
     if model and model.auto_class != CAUSAL:
-        raise UserError(f"{flag} for {model.auto_class}", why="train/sft.py alone divides", fix=f"--{axis} 1")
+        yield f"{flag} for {model.auto_class}", "train/sft.py alone divides", f"--{axis} 1"
+    axes = {"tp": context.given.get("tp", 1), "ep": 1, axis: size}
     sizes = {**axes, "fsdp": _ranks_per_copy(context) // axes["tp"]}
     for misfit in (model or Divisible()).misfits(sizes, context["method"], FLAGS):
-        fix = _sizes_that_fit(context, misfit.axis) if misfit.kind == "count" else misfit.fix
-        raise UserError(f"{model.name}: {misfit.what}" if model else misfit.what, why=misfit.why, fix=fix)
+        what = f"{model.name}: {misfit.what}" if model else misfit.what
+        yield what, misfit.why, _sizes_that_fit(context, misfit.axis) if misfit.kind == "count" else misfit.fix
 
 
-def check_ip(context: Context, value: Any) -> str:
+def _sizes_that_fit(context: Context, axis: str) -> str:
+    """The fix that names an axis' sizes for these processes and this model."""
+    tensor, here = context["tp"] if axis == "ep" else 1, context["num_processes"] // context["num_machines"]
+    sizes = {"fsdp": _ranks_per_copy(context) // tensor, "tp": tensor, "ep": 1}
+    fitting = (context.model or Divisible()).fitting(axis, sizes)
+    words = " or ".join(str(size) for size in fitting if axis == "ep" or here % size == 0)
+    return f"--{axis} {words}" if words else f"leave out --{axis}, or another --num-processes"
+
+
+def _ranks_per_copy(context: Context) -> int:
+    """The ranks that share one copy of the model."""
+    replicas = context["dp_replicate"] if context["strategy"] in (4, 5) else 1
+    return int(context["num_processes"] // max(replicas, 1))
+
+
+def check_main_process_ip(context: Context, value: Any) -> str:
     """Refuses invalid addresses; an empty one is left to the cluster engine."""
     text = str(value).strip()
     if not text:

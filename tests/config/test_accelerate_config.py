@@ -1,81 +1,61 @@
-"""Files that `accelerate config` itself writes, asked in a terminal as a user would be; and what `check` makes of them.
+"""Files that `accelerate config` itself writes, with the answers of a user; and what `check` makes of them.
 
 Here are also the example of Accelerate's and Transformers' documentation, and the proof that a repaired file trains
 the way it did before.
 """
 
-import sys
 from pathlib import Path
+from unittest import mock
 
-import pexpect
 import pytest
 import yaml
+from accelerate.commands.config.config import get_user_input
+from accelerate.commands.menu import BulletMenu
 
 from accel_fsdp import linter
 from accel_fsdp.wizard import MODEL
 
-ENTER = "\r"
-MENU, FIELD = r"selecting with enter\r\n", r"(?:\[\w[\w/]*\] ?: ?|\.\.\.\? : |process\? |', ...\): )$"
-GPUS = {"Which type of machine": "4" + ENTER, "How many GPU": "2" + ENTER, "mixed precision": "2" + ENTER}
-LAYER = {"transformer layer class names": "LlamaDecoderLayer" + ENTER}
+GPUS = {"Which type of machine": "4", "How many GPU": "2", "mixed precision": "2"}
+LAYER = {"transformer layer class names": "LlamaDecoderLayer"}
 INTERVIEWS: dict[str, dict[str, str]] = {
-    "fsdp1": {**GPUS, **LAYER, "FullyShardedDataParallel": "yes" + ENTER, "your FSDP version": "0" + ENTER},
+    "fsdp1": {**GPUS, **LAYER, "FullyShardedDataParallel": "yes", "your FSDP version": "0"},
     "fsdp1_shard_grad_op": {
-        **GPUS, **LAYER, "FullyShardedDataParallel": "yes" + ENTER, "your FSDP version": "0" + ENTER,
-        "sharding strategy": "1" + ENTER, "activation checkpointing": "yes" + ENTER,
-        "offload parameters": "yes" + ENTER,
+        **GPUS, **LAYER, "FullyShardedDataParallel": "yes", "your FSDP version": "0",
+        "sharding strategy": "1", "activation checkpointing": "yes",
+        "offload parameters": "yes",
     },
-    "fsdp2": {**GPUS, **LAYER, "FullyShardedDataParallel": "yes" + ENTER},
-    "fsdp2_model_decides": {**GPUS, "FullyShardedDataParallel": "yes" + ENTER, "_no_split_modules": "yes" + ENTER},
+    "fsdp2": {**GPUS, **LAYER, "FullyShardedDataParallel": "yes"},
+    "fsdp2_model_decides": {**GPUS, "FullyShardedDataParallel": "yes", "_no_split_modules": "yes"},
     "fsdp2_mesh": {
-        **GPUS, **LAYER, "FullyShardedDataParallel": "yes" + ENTER, "use the parallelism config": "yes" + ENTER,
-        "FSDP shard size": "2" + ENTER,
+        **GPUS, **LAYER, "FullyShardedDataParallel": "yes", "use the parallelism config": "yes",
+        "FSDP shard size": "2",
     },
     "ddp": GPUS,
-    "zero3": {**GPUS, "use DeepSpeed": "yes" + ENTER, "ZeRO optimization stage": "3" + ENTER},
+    "zero3": {**GPUS, "use DeepSpeed": "yes", "ZeRO optimization stage": "3"},
     "two machines": {
-        **GPUS, "How many GPU": "4" + ENTER, "How many different machines": "2" + ENTER, "rank of this": "1" + ENTER,
-        "IP address": "10.0.0.1" + ENTER, "What is the port": "29500" + ENTER, "same local network": "no" + ENTER,
-        "rendezvous backend": "c10d" + ENTER,
+        **GPUS, "How many GPU": "4", "How many different machines": "2", "rank of this": "1",
+        "IP address": "10.0.0.1", "What is the port": "29500", "same local network": "no",
+        "rendezvous backend": "c10d",
     },
-    "compiled": {**GPUS, "optimize your script": "yes" + ENTER, "customize the defaults": "yes" + ENTER},
+    "compiled": {**GPUS, "optimize your script": "yes", "customize the defaults": "yes"},
 }  # fmt: skip
 
 
-ASKING = """
-import sys
-from accelerate.commands.accelerate_cli import main
-for path in sys.argv[1:]:
-    sys.argv = ["accelerate", "config", "--config_file", path]
-    main()
-    print("WRITTEN", flush=True)
-"""
+def asked(name: str, path: Path) -> None:
+    """Writes the file of `accelerate config`, with the answers of INTERVIEWS and its own defaults for the rest."""
+    answers, unused = INTERVIEWS[name], set(INTERVIEWS[name])
 
+    def answer(question: str, otherwise: str) -> str:
+        words = next((words for words in answers if words in question), "")
+        unused.discard(words)
+        return answers.get(words, otherwise)
 
-@pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files that `accelerate config` wrote in INTERVIEWS: one process, as it takes seconds to start."""
-    folder = tmp_path_factory.mktemp("asked")
-    command = ["-c", ASKING, *(str(folder / f"{name}.yaml") for name in INTERVIEWS)]
-    child = pexpect.spawn(sys.executable, command, encoding="utf-8", timeout=60, dimensions=(40, 250))
-    try:
-        for name, answers in INTERVIEWS.items():
-            answer_accelerate(child, answers)
-            assert (folder / f"{name}.yaml").is_file(), child.before
-    finally:
-        child.close(force=True)
-    return folder
+    def choose(menu: BulletMenu, default_choice: int = 0) -> int:
+        return int(answer(str(menu.prompt), str(default_choice)))
 
-
-def answer_accelerate(child: pexpect.spawn, answers: dict[str, str]) -> None:
-    """Gives `answers` where their words are asked for, and Enter everywhere else, until the file is written."""
-    unused = set(answers)
-    while child.expect([MENU, FIELD, "WRITTEN\r\n"]) != 2:
-        question = child.before + child.after
-        answered = [words for words in answers if words in question]
-        unused -= set(answered)
-        child.send(answers[answered[0]] if answered else ENTER)
-    assert not unused, child.before
+    with mock.patch.object(BulletMenu, "run", choose), mock.patch("builtins.input", lambda text: answer(text, "")):
+        get_user_input().to_yaml_file(str(path))
+    assert not unused
 
 
 DOCUMENTATION_EXAMPLE = """\
@@ -116,11 +96,11 @@ def worth_acting_on(path: Path, options: linter.LintOptions) -> set[tuple[str, s
     return {(finding.code, finding.key) for finding in linter.lint(path, options) if finding.severity != "note"}
 
 
-@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("name", INTERVIEWS)
-def test_a_file_of_accelerate_config(name: str, asked: Path) -> None:
+def test_a_file_of_accelerate_config(name: str, tmp_path: Path) -> None:
     """What was asked for and won't happen is found, and nothing else; the repair leaves nothing."""
-    path = asked / f"{name}.yaml"
+    path = tmp_path / f"{name}.yaml"
+    asked(name, path)
     assert worth_acting_on(path, linter.LintOptions(model=MODEL)) == FOUND.get(name, set())
     assert worth_acting_on(path, linter.LintOptions(model=MODEL, fix=True)) == set()
     repaired = yaml.safe_load(path.read_text())

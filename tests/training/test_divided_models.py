@@ -90,8 +90,8 @@ def refusal_by_config(file: JobConfig, experts: int, config: Any) -> str:
     given |= {"dp_replicate": layout.replicas, "method": "full", "mixed_precision": "bf16", "tp": layout.tensor}
     context = Context(given, model=model_facts("a", config))
     try:
-        validation.check_axis("tp")(context, layout.tensor)
-        validation.check_axis("ep")(context, experts)
+        validation.check_tp(context, layout.tensor)
+        validation.check_ep(context, experts)
     except UserError as error:
         return error.what.removeprefix("a: ")
     return ""

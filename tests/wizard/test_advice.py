@@ -5,19 +5,19 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, accel_fsdp
+from conftest import ROOT, here
 
 from accel_fsdp import cli
 from accel_fsdp.config import STRATEGIES
 from accel_fsdp.units import GIB
-from accel_fsdp.wizard import QUESTIONS, interview, notes
+from accel_fsdp.wizard import QUESTIONS, interview, recommended
 
 
 def test_one_number_says_what_a_gpu_has() -> None:
-    shown = accel_fsdp("plan", "--model", "llama-3.1-8b", "--gpus", "8xT4").output
+    shown = here("plan", "--model", "llama-3.1-8b", "--gpus", "8xT4").output
     assert "14.8 GiB" in shown
     assert "16 GiB" not in shown
-    content = json.loads(accel_fsdp("plan", "--model", "llama-3.1-8b", "--gpus", "8xT4", "--json").output)
+    content = json.loads(here("plan", "--model", "llama-3.1-8b", "--gpus", "8xT4", "--json").output)
     assert content["gpu_memory_usable_bytes"] == round(14.75 * GIB)
 
 
@@ -37,12 +37,12 @@ def test_the_wizard_proposes_and_shows_what_the_plan_recommends(model: str, gpus
     )
     session = interview.interview(flags, {}, defaults=True)
     answers, context = interview.answers(session), session.settled(until="strategy")
-    planned = json.loads(accel_fsdp("plan", "--model", model, "--gpus", gpus, "--method", method, "--json").output)
+    planned = json.loads(here("plan", "--model", model, "--gpus", gpus, "--method", method, "--json").output)
     choice = planned["choice"]
     needed, speed = f"{choice['needed_bytes'] / GIB:,.1f}", f"{choice['tokens_per_s_per_gpu']:,.0f}"
     number = next(number for number, name in STRATEGIES.items() if choice["strategy"].split()[1] == name)
     assert (answers.strategy, answers.batch) == (number, choice["batch_per_gpu"])
-    assert notes.note(number, context) == f", {needed} GiB, {speed} tokens/s"
+    assert recommended.note(number, context) == f", {needed} GiB, {speed} tokens/s"
     question = next(question for question in QUESTIONS if question.field == "strategy")
     capacity = f"{planned['gpu_memory_usable_bytes'] / GIB:,.1f} GiB"
     assert f"needs {needed} of {capacity}" in question.default(context)[1]
@@ -51,7 +51,7 @@ def test_the_wizard_proposes_and_shows_what_the_plan_recommends(model: str, gpus
 def test_a_strategy_that_does_not_fit_is_marked() -> None:
     flags = {"model": "llama-3.1-70b", "gpus": "2xA100-80GB"}
     context = interview.interview(flags, {}, defaults=True).settled(until="strategy")
-    assert re.fullmatch(r", [\d.]+ GiB: doesn't fit", notes.note(2, context))
+    assert re.fullmatch(r", [\d.]+ GiB: doesn't fit", recommended.note(2, context))
 
 
 @pytest.mark.parametrize("command", ["config --yes", "plan"])

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import accel_fsdp
+from conftest import here
 
 LLAMA, MIXTURE = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B"
 EIGHT = ("--yes", "--gpus", "8xH100-80GB")
@@ -12,7 +12,7 @@ EIGHT = ("--yes", "--gpus", "8xH100-80GB")
 
 def config(folder: Path, *words: str, code: int = 0) -> tuple[dict[str, int], str]:
     """The mesh of the file that such flags make, and the output."""
-    finished = accel_fsdp("config", *words, "-o", folder / "a.yaml", "--force")
+    finished = here("config", *words, "-o", folder / "a.yaml", "--force")
     assert finished.code == code, finished.output
     content = yaml.safe_load((folder / "a.yaml").read_text()) if code == 0 else {}
     mesh = content.get("parallelism_config", {})
@@ -34,10 +34,10 @@ def config(folder: Path, *words: str, code: int = 0) -> tuple[dict[str, int], st
 )
 def test_a_mesh_is_written_and_read_again(words: tuple[str, ...], mesh: dict[str, int], tmp_path: Path) -> None:
     assert config(tmp_path, *EIGHT, "--model", LLAMA, *words)[0] == mesh
-    assert accel_fsdp("check", "--strict", tmp_path / "a.yaml", "--model", LLAMA).code == 0
+    assert here("check", "--strict", tmp_path / "a.yaml", "--model", LLAMA).code == 0
     text = (tmp_path / "a.yaml").read_text()
     assert ("--tp" in text) == ("tp_size" in mesh)
-    assert accel_fsdp("config", "--yes", "--from", tmp_path / "a.yaml").code == 0
+    assert here("config", "--yes", "--from", tmp_path / "a.yaml").code == 0
     assert (tmp_path / "a.yaml").read_text() == text
 
 
@@ -45,13 +45,13 @@ def test_experts_are_in_the_launch_line(tmp_path: Path) -> None:
     mesh, output = config(tmp_path, "--preset", "fsdp2_moe_ep", "--yes")
     assert mesh == {}
     assert "--expert_parallel_size 8" in output
-    assert accel_fsdp("check", "--strict", tmp_path / "a.yaml", "--model", MIXTURE).code == 0
+    assert here("check", "--strict", tmp_path / "a.yaml", "--model", MIXTURE).code == 0
     text = (tmp_path / "a.yaml").read_text()
-    assert accel_fsdp("config", "--yes", "--from", tmp_path / "a.yaml").code == 0
+    assert here("config", "--yes", "--from", tmp_path / "a.yaml").code == 0
     assert (tmp_path / "a.yaml").read_text() == text
     assert (
         "--expert_parallel_size"
-        not in accel_fsdp("config", "--yes", "--from", tmp_path / "a.yaml", "--ep", "1").output.splitlines()[-1]
+        not in here("config", "--yes", "--from", tmp_path / "a.yaml", "--ep", "1").output.splitlines()[-1]
     )
 
 
@@ -81,7 +81,7 @@ def test_experts_are_in_the_launch_line(tmp_path: Path) -> None:
     ],
 )
 def test_what_can_not_be_divided_is_refused(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    finished = accel_fsdp("config", *EIGHT, *words, "-o", tmp_path / "a.yaml")
+    finished = here("config", *EIGHT, *words, "-o", tmp_path / "a.yaml")
     assert finished.code in (1, 2)
     assert message in finished.output
     assert not (tmp_path / "a.yaml").exists()
@@ -97,6 +97,6 @@ def test_a_size_of_a_preset_that_does_not_fit_is_named_with_those_that_do(tmp_pa
 def test_experts_that_stay_in_16_bits_are_named(tmp_path: Path) -> None:
     mixtral = "mistralai/Mixtral-8x7B-v0.1"
     configured = config(tmp_path, *EIGHT, "--model", mixtral, "--method", "qlora")[1]
-    planned = accel_fsdp("plan", "--model", mixtral, "--gpus", "8xH100-80GB", "--method", "qlora", "--details").output
+    planned = here("plan", "--model", mixtral, "--gpus", "8xH100-80GB", "--method", "qlora", "--details").output
     for output in (configured, planned):
         assert "84 GiB" in " ".join(output.split())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from checking import DDP, V1, V2
-from conftest import ROOT, accel_fsdp
+from conftest import ROOT, here
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +24,7 @@ DS_FILE = (
 
 
 def re_edited(path: Path, *flags: str) -> str:
-    finished = accel_fsdp("config", "--yes", "--from", path, "--model", "meta-llama/Llama-3.1-8B", *flags)
+    finished = here("config", "--yes", "--from", path, "--model", "meta-llama/Llama-3.1-8B", *flags)
     assert finished.code == 0, finished.output
     return path.read_text()
 
@@ -76,7 +76,7 @@ def test_what_is_left_out_counts_as_accelerate_takes_it(tmp_path: Path) -> None:
 def test_another_engine_leaves_nothing_of_the_old_one(engine: str, tmp_path: Path) -> None:
     path = tmp_path / "accelerate.yaml"
     path.write_text("# mine\n" + V2 + "  fsdp_ignored_modules: model.head\n")
-    refused = accel_fsdp("config", "--yes", "--from", path, "--model", "meta-llama/Llama-3.1-8B", "--engine", engine)
+    refused = here("config", "--yes", "--from", path, "--model", "meta-llama/Llama-3.1-8B", "--engine", engine)
     assert refused.code == 1
     assert "can't keep the meaning of fsdp_ignored_modules" in refused.output
     text = re_edited(path, "--engine", engine, "--force")
@@ -89,7 +89,7 @@ def test_a_migrated_file_stays_what_it_is(tmp_path: Path) -> None:
     """Its header still names the method of before, QLoRA, which ZeRO-3 can't do."""
     path = tmp_path / "zero3.yaml"
     words = ["migrate", ROOT / "accelerate_configs/fsdp2_qlora.yaml", "--to", "zero3", "-o", path]
-    assert accel_fsdp(*words).code == 0
+    assert here(*words).code == 0
     before = yaml.safe_load(path.read_text())
     assert yaml.safe_load(re_edited(path)) == before
 
@@ -97,7 +97,7 @@ def test_a_migrated_file_stays_what_it_is(tmp_path: Path) -> None:
 def test_an_engine_that_the_wizard_has_not_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "megatron.yaml"
     path.write_text("distributed_type: MEGATRON_LM\nnum_processes: 2\n")
-    refused = accel_fsdp("config", "--yes", "--from", path, "--model", "gpt2")
+    refused = here("config", "--yes", "--from", path, "--model", "gpt2")
     assert refused.code == 2
     assert "MEGATRON_LM can't be re-edited" in refused.output
     assert path.read_text() == "distributed_type: MEGATRON_LM\nnum_processes: 2\n"
@@ -191,7 +191,7 @@ def test_a_file_is_re_edited_without_a_model(path: Path, tmp_path: Path) -> None
     """What it leaves to the model stays so."""
     copy = tmp_path / path.name
     copy.write_text(path.read_text())
-    finished = accel_fsdp("config", "--yes", "--from", copy, "--mixed-precision", "fp16")
+    finished = here("config", "--yes", "--from", copy, "--mixed-precision", "fp16")
     assert finished.code == 0, finished.output
     assert yaml.safe_load(copy.read_text()) == {**yaml.safe_load(path.read_text()), "mixed_precision": "fp16"}
 

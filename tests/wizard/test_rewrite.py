@@ -9,7 +9,7 @@ from typing import get_args, get_type_hints
 import pytest
 import yaml
 from checking import V2
-from conftest import ROOT, accel_fsdp, run
+from conftest import ROOT, here, run
 from test_migrate import BREAKS, COMMENTED, FSDP2_COMMENTED
 
 from accel_fsdp import wizard
@@ -35,7 +35,7 @@ from accel_fsdp.config import TARGETS
 def test_what_cannot_be_migrated_is_one_clear_error(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "old.yaml"
     path.write_text(text)
-    finished = accel_fsdp("migrate", path, "--to", "fsdp2")
+    finished = here("migrate", path, "--to", "fsdp2")
     assert finished.code == 2
     assert message in finished.output
     assert "Traceback" not in finished.output
@@ -45,12 +45,12 @@ def test_what_cannot_be_migrated_is_one_clear_error(text: str, message: str, tmp
 def test_in_place(tmp_path: Path) -> None:
     path = tmp_path / "fsdp.yaml"
     path.write_text(COMMENTED)
-    finished = accel_fsdp("migrate", path, "--to", "fsdp2")
+    finished = here("migrate", path, "--to", "fsdp2")
     assert finished.code == 0, finished.output
     assert path.read_text() == FSDP2_COMMENTED
     assert "+  fsdp_version: 2" in finished.output
     assert [path.name for path in tmp_path.iterdir()] == ["fsdp.yaml"]
-    again = accel_fsdp("migrate", path, "--to", "fsdp2")
+    again = here("migrate", path, "--to", "fsdp2")
     assert again.code == 0
     assert "is FSDP2 already" in again.output
     assert path.read_text() == FSDP2_COMMENTED
@@ -59,18 +59,18 @@ def test_in_place(tmp_path: Path) -> None:
 def test_output_is_never_overwritten(tmp_path: Path) -> None:
     path, output = tmp_path / "fsdp.yaml", tmp_path / "new.yaml"
     path.write_text(COMMENTED)
-    assert accel_fsdp("migrate", path, "--to", "fsdp2", "-o", output).code == 0
+    assert here("migrate", path, "--to", "fsdp2", "-o", output).code == 0
     assert (path.read_text(), output.read_text()) == (COMMENTED, FSDP2_COMMENTED)
-    refused = accel_fsdp("migrate", path, "--to", "zero2", "-o", output)
+    refused = here("migrate", path, "--to", "zero2", "-o", output)
     assert refused.code == 1
     assert "exists" in refused.output
     assert output.read_text() == FSDP2_COMMENTED
     assert "--overwrite" in refused.output
-    assert accel_fsdp("migrate", path, "--to", "zero2", "-o", output, "--force").code == 1
+    assert here("migrate", path, "--to", "zero2", "-o", output, "--force").code == 1
     assert output.read_text() == FSDP2_COMMENTED
-    assert accel_fsdp("migrate", path, "--to", "zero2", "-o", output, "--overwrite").code == 0
+    assert here("migrate", path, "--to", "zero2", "-o", output, "--overwrite").code == 0
     copied = tmp_path / "copy.yaml"
-    assert accel_fsdp("migrate", path, "--to", "fsdp1", "-o", copied).code == 0
+    assert here("migrate", path, "--to", "fsdp1", "-o", copied).code == 0
     assert copied.read_text() == COMMENTED
     assert "zero_stage: 2" in output.read_text()
 
@@ -79,13 +79,13 @@ def test_a_lost_meaning_needs_force(tmp_path: Path) -> None:
     path = tmp_path / "fsdp.yaml"
     text = BREAKS["checkpointing to ZeRO"][0]
     path.write_text(text)
-    refused = accel_fsdp("migrate", path, "--to", "zero3")
+    refused = here("migrate", path, "--to", "zero3")
     assert refused.code == 1
     assert "\n  why: an argument of the script turns it on\n" in refused.output
     assert "or give the script --gradient_checkpointing true, and write the file: --force." in refused.output
     assert path.read_text() == text
-    assert accel_fsdp("migrate", path, "--to", "zero3", "--dry-run").code == 1
-    assert accel_fsdp("migrate", path, "--to", "zero3", "--force").code == 0
+    assert here("migrate", path, "--to", "zero3", "--dry-run").code == 1
+    assert here("migrate", path, "--to", "zero3", "--force").code == 0
     assert yaml.safe_load(path.read_text())["deepspeed_config"]["zero_stage"] == 3
 
 
@@ -93,12 +93,12 @@ def test_a_lost_meaning_needs_force(tmp_path: Path) -> None:
 def test_expert_parallelism_of_the_launch_line_is_lost_with_fsdp2(target: str, tmp_path: Path) -> None:
     path = ROOT / "accelerate_configs/fsdp2_moe_ep.yaml"
     migrated = tmp_path / "new.yaml"
-    ended = accel_fsdp("migrate", path, "--to", target, "-o", migrated, "--force")
+    ended = here("migrate", path, "--to", target, "-o", migrated, "--force")
     assert ("lost!    --expert_parallel_size" in ended.output) == (target != "fsdp2")
     if target != "fsdp2":
-        assert accel_fsdp("migrate", path, "--to", target, "--dry-run").code == 1
+        assert here("migrate", path, "--to", target, "--dry-run").code == 1
         assert "--expert_parallel_size" not in migrated.read_text()
-        assert accel_fsdp("check", migrated).code == 0
+        assert here("check", migrated).code == 0
 
 
 def test_stdout_is_for_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,7 +131,7 @@ def test_advice_is_whole_at_any_width(columns: int, tmp_path: Path) -> None:
 
 def test_the_header_says_what_the_file_is_now(tmp_path: Path) -> None:
     path = tmp_path / "zero3.yaml"
-    assert accel_fsdp("migrate", ROOT / "accelerate_configs/fsdp2.yaml", "--to", "zero3", "-o", path).code == 0
+    assert here("migrate", ROOT / "accelerate_configs/fsdp2.yaml", "--to", "zero3", "-o", path).code == 0
     first, *rest = path.read_text().splitlines()
     assert first.startswith("# Migrated from FSDP2 to DeepSpeed ZeRO-3.")
     assert rest[:4] == (ROOT / "accelerate_configs/fsdp2.yaml").read_text().splitlines()[1:5]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pexpect
 import pytest
 import screens
-from conftest import ROOT, SFT, accel_fsdp, run
+from conftest import ROOT, SFT, here, run
 
 from accel_fsdp.launch import launcher
 from accel_fsdp.wizard import QUESTIONS
@@ -105,11 +105,11 @@ def test_a_bad_answer_is_asked_again(tiny_model: Path, tmp_path: Path) -> None:
 def test_overwriting_needs_a_yes(tmp_path: Path) -> None:
     path = tmp_path / "kept.yaml"
     path.write_text("mine\n")
-    refused = accel_fsdp("config", "--yes", *LLAMA, "-o", path)
+    refused = here("config", "--yes", *LLAMA, "-o", path)
     assert refused.code == 1
     assert "add --force" in refused.output
     assert path.read_text() == "mine\n"
-    assert accel_fsdp("config", "--yes", *LLAMA, "-o", path, "--force").code == 0
+    assert here("config", "--yes", *LLAMA, "-o", path, "--force").code == 0
     assert "fsdp_version: 2" in path.read_text()
 
 
@@ -119,9 +119,9 @@ def test_the_command_in_the_header_writes_the_same_bytes(tmp_path: Path) -> None
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
     flags = ["--fsdp-version", "1", "--strategy", "HYBRID_SHARD", "--wrap-policy", "size_based_wrap"]
     flags += ["--seq-len", "32768"]
-    assert accel_fsdp("config", "--yes", *LLAMA, *flags, "-o", first).code == 0
+    assert here("config", "--yes", *LLAMA, *flags, "-o", first).code == 0
     words = shlex.split(first.read_text().splitlines()[2].removeprefix("#"))
-    assert accel_fsdp(*words[1:], "-o", second).code == 0
+    assert here(*words[1:], "-o", second).code == 0
     assert first.read_bytes() == second.read_bytes()
     assert "fsdp_activation_checkpointing: true" in first.read_text()  # 2,048 tokens need none
 
@@ -130,13 +130,13 @@ def test_the_command_in_the_header_writes_the_same_bytes(tmp_path: Path) -> None
 def test_a_cpu_trains_in_float32(engine: str, precision: str, tmp_path: Path) -> None:
     path = tmp_path / "made.yaml"
     words = ("config", "--yes", *LLAMA[:2], "--gpus", "cpu", "--engine", engine)
-    assert accel_fsdp(*words, "-o", path).code == 0
+    assert here(*words, "-o", path).code == 0
     assert f"mixed_precision: {precision}" in path.read_text()
 
 
 def yaml_in(folder: Path) -> Path:
     path = folder / "made.yaml"
-    assert accel_fsdp("config", "--yes", "--preset", "fsdp2", *LLAMA[:2], "-o", path).code == 0
+    assert here("config", "--yes", "--preset", "fsdp2", *LLAMA[:2], "-o", path).code == 0
     return path
 
 
@@ -181,7 +181,7 @@ def test_an_answer_is_changed_at_the_review(tmp_path: Path) -> None:
 def test_a_file_is_re_edited_with_a_diff(tmp_path: Path) -> None:
     path = yaml_in(tmp_path)
     path.write_text(path.read_text().replace("num_machines: 1", "num_machines: 1  # mine"))
-    changed = accel_fsdp("config", "--from", path, "--yes", "--strategy", "2")
+    changed = here("config", "--from", path, "--yes", "--strategy", "2")
     assert changed.code == 0, changed.output
     assert "-  fsdp_reshard_after_forward: true" in changed.output
     assert "+  fsdp_reshard_after_forward: false" in changed.output
@@ -198,7 +198,7 @@ def test_the_first_prompt_needs_no_heavy_library() -> None:
 
 
 def test_an_unknown_preset_is_refused() -> None:
-    finished = accel_fsdp("config", "--yes", "--preset", "fsdp3", *LLAMA[:2], "-o", "-")
+    finished = here("config", "--yes", "--preset", "fsdp3", *LLAMA[:2], "-o", "-")
     assert finished.code == 2
     assert "Did you mean fsdp2?" in finished.output
 
