@@ -154,23 +154,26 @@ def replaced_folder(target: Path, sync: bool = True) -> Iterator[Path]:
     """
     temporary, old = (target.with_name(f".{target.name}.{end}") for end in ("tmp", "old"))
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _only_writer(target):
+    busy = f"another process is writing {target}"
+    lock = _lock(target.with_name(f".{target.name}.lock"), busy, "both would write the same folder", "wait for its end")
+    try:
         if old.exists() and not target.exists():
             os.replace(old, target)
         shutil.rmtree(temporary, ignore_errors=True)
-        try:
-            temporary.mkdir()
-            yield temporary
-            if sync:
-                sync_folder(temporary)
-            if target.exists():
-                shutil.rmtree(old, ignore_errors=True)
-                os.replace(target, old)
-            os.replace(temporary, target)
-            sync_names(target.parent)
+        temporary.mkdir()
+        yield temporary
+        if sync:
+            sync_folder(temporary)
+        if target.exists():
             shutil.rmtree(old, ignore_errors=True)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+            os.replace(target, old)
+        os.replace(temporary, target)
+        sync_names(target.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
 
 
 def _lock(path: Path, busy: str, why: str, fix: str) -> "FileLock":
@@ -186,18 +189,6 @@ def _lock(path: Path, busy: str, why: str, fix: str) -> "FileLock":
     return lock
 
 
-@contextlib.contextmanager
-def _only_writer(target: Path) -> Iterator[None]:
-    busy = f"another process is writing {target}"
-    lock = _lock(target.with_name(f".{target.name}.lock"), busy, "both would write the same folder", "wait for its end")
-    try:
-        yield
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(lock.lock_file)
-        lock.release()
-
-
 def only_run(folder: Path) -> "FileLock":
     """Locks `folder` for this process, so that two runs can't write their checkpoints and exports over one another."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -207,17 +198,6 @@ def only_run(folder: Path) -> "FileLock":
         why="the checkpoints of two runs would be mixed up",
         fix="wait until it has ended, or choose another --output_dir",
     )
-
-
-@contextlib.contextmanager
-def no_run(folder: Path) -> Iterator[None]:
-    """Holds the lock of `only_run` if a run has left one: no run of `train/sft.py` writes to the folder meanwhile."""
-    lock = only_run(folder) if (folder / RUN_LOCK).exists() else None
-    try:
-        yield
-    finally:
-        if lock is not None:
-            lock.release()
 
 
 def sync_folder(folder: Path) -> None:

@@ -2,14 +2,14 @@
 
 import json
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated
 
 from accel_fsdp import atomic_files, console
-from accel_fsdp.checkpoints import completeness, discover, file_names, marker, summary
+from accel_fsdp.checkpoints import completeness, discover, file_names, marker
 from accel_fsdp.command_line import arg, positional
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 from accel_fsdp.units import counted, gb_or_mb, listed
@@ -99,10 +99,9 @@ def _losses(folder: Path) -> tuple[float | None, float | None]:
 
 
 def _lacking(folder: Path) -> str:
-    facts = summary.facts_of(folder)
-    if facts.by_accelerator:
+    if any(folder.glob(f"{file_names.RANDOM_STATES}_*")):
         return ""  # what a loop with Accelerate resumes is its own affair
-    absent = completeness.lacking_to_resume(folder, facts)
+    absent = completeness.lacking_to_resume(folder)
     return f"lacks {listed(absent, 'and')}" if absent else ""
 
 
@@ -142,8 +141,9 @@ def _delete(command: CheckpointsCommand, found: list[Listed], chosen: list[Liste
         )
     size = gb_or_mb(sum(item.size_bytes for item in chosen))
     if not command.dry_run:
-        is_busy = any(item.why for item in chosen)
-        with atomic_files.no_run(command.run) if is_busy else nullcontext():
+        with ExitStack() as stack:
+            if any(item.why for item in chosen) and (command.run / atomic_files.RUN_LOCK).exists():
+                stack.callback(atomic_files.only_run(command.run).release)  # a run may be writing it
             for item in chosen:
                 completeness.delete(item.folder)
     if command.json:

@@ -1,10 +1,8 @@
 """Recognizes a full disk in the different errors that libraries raise."""
 
 import errno
-import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,18 +13,18 @@ from accel_fsdp.units import MIB, distinguishable, gib_or_mib
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 SAID = re.compile(r"No space left on device|Not enough disk space|Disk quota exceeded|\(os error (28|122)\)")
 """Errors of the system, of libraries in Rust, and of datasets, which checks the space before it writes."""
-PROBE_BYTES = MIB
+FULL_BYTES = MIB
 
 
 def full(error: BaseException, folder: Path) -> str:
     """Says that the disk is full, if that is why `folder` could not be written; else empty.
 
     Call before half-written files are removed: torch's archive writer (2.13) reports a full disk only as
-    "position 704 instead of 598", so a write is tried.
+    "position 704 instead of 598".
     """
-    if not any(SAID.search(str(cause)) for cause in chain(error)) and not _has_no_room(folder):
-        return ""
-    return f"the disk is full, {gib_or_mib(shutil.disk_usage(atomic_files.existing_part(folder)).free)} are free"
+    free = shutil.disk_usage(atomic_files.existing_part(folder)).free
+    is_full = free < FULL_BYTES or any(SAID.search(str(cause)) for cause in chain(error))
+    return f"the disk is full, {gib_or_mib(free)} are free" if is_full else ""
 
 
 def check_room(folder: Path, needed_bytes: int, text: str, why: str, fix: str) -> None:
@@ -45,14 +43,3 @@ def chain(error: BaseException) -> Iterator[BaseException]:
             error = next(iter(failures.values()))[0]
         yield error
         error = error.__cause__ or error.__context__  # type: ignore[assignment]
-
-
-def _has_no_room(folder: Path) -> bool:
-    try:
-        with tempfile.TemporaryFile(dir=atomic_files.existing_part(folder)) as probe:
-            probe.write(bytes(PROBE_BYTES))
-            probe.flush()
-            os.fsync(probe.fileno())
-    except OSError as error:
-        return error.errno in NO_ROOM
-    return False

@@ -103,11 +103,11 @@ def unreadable(path: Path, reason: str) -> UserError:
 
 
 def broken(path: Path, what: str) -> UserError:
-    """The error for a file whose content is damaged."""
+    """The error for a file that is damaged or missing."""
     return UserError(
         f"{path} {what}",
-        why="its content can't be trusted",
-        fix="copy that file again from where it was written",
+        why="what is read would be wrong",
+        fix="copy that file again from where it was written, or take an older checkpoint",
     )
 
 
@@ -122,10 +122,10 @@ def read_bytes(path: Path, within: Path | None = None) -> bytes | None:
         raise unreadable(path, error.strerror or str(error)) from error
 
 
-def read_json(path: Path, within: Path | None = None) -> dict[str, Any] | None:
-    """The mapping in a JSON file; None if the file doesn't exist."""
+def read_json(path: Path, within: Path | None = None) -> dict[str, Any]:
+    """The mapping in a JSON file; empty if the file doesn't exist."""
     content = read_bytes(path, within)
-    return None if content is None else mapping(content, path)
+    return {} if content is None else mapping(content, path)
 
 
 def mapping(content: bytes, path: Path) -> dict[str, Any]:

@@ -25,12 +25,12 @@ def test_plain_files_and_links_inside_are_read(folder: Path, tmp_path: Path) -> 
     (folder / "inner" / "b.json").symlink_to("../a.json")
     (tmp_path / "named").symlink_to(folder)
     for path in (folder / "a.json", tmp_path / "named" / "a.json"):
-        assert (untrusted_files.read_json(path) or {})["a"] == 2
+        assert untrusted_files.read_json(path)["a"] == 2
     assert untrusted_files.read_json(folder / "inner" / "b.json", within=folder)
     with pytest.raises(UserError, match="outside of its folder"):
         untrusted_files.read_json(folder / "inner" / "b.json")
-    assert untrusted_files.read_json(folder / "none.json") is None
-    assert untrusted_files.read_json(folder / "a.json" / "none.json") is None
+    assert untrusted_files.read_json(folder / "none.json") == {}
+    assert untrusted_files.read_json(folder / "a.json" / "none.json") == {}
     untrusted_files.copy(folder / "inner" / "b.json", tmp_path / "copy", within=folder)
     assert (tmp_path / "copy").read_text() == (folder / "a.json").read_text()
     assert not (tmp_path / "copy").is_symlink()

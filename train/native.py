@@ -31,7 +31,7 @@ from transformers import DataCollatorForSeq2Seq, HfArgumentParser
 from transformers.initialization import no_init_weights
 
 from accel_fsdp import atomic_files, console, models
-from accel_fsdp.checkpoints import completeness, file_names, resumed_pickles
+from accel_fsdp.checkpoints import completeness, file_names, open_checkpoint
 from accel_fsdp.errors import UserError, guard
 from accel_fsdp.exporter import exported_folder
 from accel_fsdp.hardware import host
@@ -253,7 +253,7 @@ def checkpoint_of(job: Job) -> Path | None:
     if job.resume != bool(complete):
         what = f"{job.output_dir} holds {len(complete)} complete checkpoints"
         raise UserError(what, why="a run resumes one, or begins in a folder without any", fix="add or drop --resume")
-    if complete and (refusal := resumed_pickles.refusal(complete[-1])):
+    if complete and (refusal := open_checkpoint.refusal(complete[-1])):
         raise refusal
     return complete[-1] if complete else None
 

@@ -23,29 +23,6 @@ from accel_fsdp.errors import UserError
 
 
 @dataclass(frozen=True)
-class CheckpointFacts:
-    """The parts of a run in a checkpoint or export folder, by the names of its plain files and folders.
-
-    `sharded` and `full`: how FSDP's model weights are stored; `hub`: the folder has Hugging Face weights.
-    `by_accelerator`: `Accelerator.save_state` wrote it, without a `trainer_state.json`.
-    """
-
-    name: str
-    sharded: bool = False
-    full: bool = False
-    hub: bool = False
-    optimizer: bool = False
-    scheduler: bool = False
-    by_accelerator: bool = False
-
-    @property
-    def missing_state(self) -> tuple[str, ...]:
-        """The missing files besides the weights, whose state Trainer resets without a warning."""
-        states = {file_names.OPTIMIZER: self.optimizer, file_names.SCHEDULER: self.scheduler}
-        return tuple(name for name, is_there in states.items() if not is_there)
-
-
-@dataclass(frozen=True)
 class Choice:
     """The newest complete checkpoint of a run, and why each newer one was skipped."""
 
@@ -140,14 +117,13 @@ def flaw(checkpoint: Path) -> str:
         return error.what.removeprefix(f"{checkpoint}/")
 
 
-def unfinished(folder: Path, spared: tuple[str, ...] = ()) -> tuple[str, ...]:
+def unfinished(folder: Path) -> tuple[str, ...]:
     """Why a folder's weights are half-written or damaged, for a reader of weights; empty if they are whole.
 
-    The optimizer may be deleted, and what begins with a `spared` name. A folder with weights alone passes: it may come
-    from any program.
+    The optimizer may be deleted. A folder with weights alone passes: it may come from any program.
     """
     try:
-        missing = lacking(folder, lambda name: not name.startswith((*file_names.SPARED, *spared)))
+        missing = lacking(folder, file_names.is_exported)
     except UserError as error:
         return (f"a marker that can be read: {error.what}",)
     if missing is not None:
@@ -168,23 +144,35 @@ def _is_of_trainer(folder: Path) -> bool:
     )
 
 
-def lacking_to_resume(checkpoint: Path, parts: CheckpointFacts) -> list[str]:
-    """The names of the missing parts that Trainer would reset; DeepSpeed keeps all of them in a separate folder."""
+def lacking_to_resume(checkpoint: Path) -> list[str]:
+    """The missing parts that Trainer would reset; DeepSpeed keeps all of them in a separate folder."""
     if by_deepspeed(checkpoint):
         folder = checkpoint / (deepspeed_files.latest(checkpoint) or "")
         return [] if any(folder.glob(file_names.ZERO_MODELS)) else ["model weights"]
-    words = {file_names.OPTIMIZER: "optimizer state", file_names.SCHEDULER: f"schedule ({file_names.SCHEDULER})"}
-    has_weights = parts.hub or by_fsdp(checkpoint, parts)
-    return ([] if has_weights else ["model weights"]) + [words[name] for name in parts.missing_state]
+    names = [path.name for path in checkpoint.iterdir() if path.resolve().is_relative_to(checkpoint.resolve())]
+    has_weights = bool(state_dict_type(checkpoint)) or any(
+        Path(name).suffix in file_names.WEIGHTS and not name.startswith(file_names.STATE) for name in names
+    )
+    has_optimizer = any(name.startswith(file_names.OPTIMIZER) for name in names)
+    parts = {
+        "model weights": has_weights,
+        "optimizer state": has_optimizer,
+        f"schedule ({file_names.SCHEDULER})": file_names.SCHEDULER in names,
+    }
+    return [part for part, is_there in parts.items() if not is_there]
 
 
 def by_deepspeed(checkpoint: Path) -> bool:
     return (checkpoint / file_names.LATEST).is_file()
 
 
-def by_fsdp(checkpoint: Path, parts: CheckpointFacts) -> bool:
-    """Whether a checkpoint has weights as Accelerate stores them under FSDP."""
-    return parts.sharded or parts.full or any(checkpoint.glob(file_names.LOCAL_MODELS))
+def state_dict_type(checkpoint: Path) -> str:
+    """Accelerate's name of how FSDP's weights are stored; empty if they aren't."""
+    if any(checkpoint.glob(f"{file_names.TORCH_STEM}*/{file_names.DCP_PARTS}")):
+        return "SHARDED_STATE_DICT"
+    if (checkpoint / file_names.FULL_MODEL).is_file():
+        return "FULL_STATE_DICT"
+    return "LOCAL_STATE_DICT" if any(checkpoint.glob(file_names.LOCAL_MODELS)) else ""
 
 
 def is_whole_dcp(folder: Path) -> bool:
@@ -203,7 +191,7 @@ def has_trainer_state(checkpoint: Path) -> bool:
 def logged(checkpoint: Path) -> list[dict[str, Any]]:
     """What Trainer logged up to a checkpoint: entries with their `step`; empty where it can't be read."""
     try:
-        log = (_trainer_state(checkpoint) or {}).get("log_history")
+        log = _trainer_state(checkpoint).get("log_history")
     except UserError:
         return []
     entries = log if isinstance(log, list) else []
@@ -212,11 +200,11 @@ def logged(checkpoint: Path) -> list[dict[str, Any]]:
 
 def step_of(checkpoint: Path) -> int:
     """The step that Trainer counts in a checkpoint; 0 if it doesn't say."""
-    step = (_trainer_state(checkpoint) or {}).get("global_step")
+    step = _trainer_state(checkpoint).get("global_step")
     return step if type(step) is int else 0
 
 
-def _trainer_state(checkpoint: Path) -> dict[str, Any] | None:
+def _trainer_state(checkpoint: Path) -> dict[str, Any]:
     return untrusted_files.read_json(checkpoint / file_names.TRAINER_STATE)
 
 

@@ -6,19 +6,18 @@
 import contextlib
 import ctypes
 import io
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_fsdp import untrusted_files
 from accel_fsdp.checkpoints import file_names
-from accel_fsdp.checkpoints.safe_pickles import ERRORS, Inert, damaged, unpickle
+from accel_fsdp.checkpoints.safe_pickles import ERRORS, Inert, unpickle
 from accel_fsdp.checkpoints.safetensors_header import DTYPES
 from accel_fsdp.errors import UserError
+from accel_fsdp.untrusted_files import broken
 
 if TYPE_CHECKING:
     from accel_fsdp.checkpoints.stored import Stored
@@ -62,30 +61,13 @@ class _Item(NamedTuple):
 
 
 def _load(item: _Item) -> Any:
-    """Loads an item in a thread: in the main thread a signal would end a call that torch's own code makes, and be lost.
-
-    The thread is a daemon, so that an interrupted process doesn't wait for it.
-    """
-    loaded: Future[Any] = Future()
-
-    def load() -> None:
-        try:
-            loaded.set_result(_loaded(item))
-        except BaseException as error:
-            loaded.set_exception(error)
-
-    threading.Thread(target=load, daemon=True).start()
-    return loaded.result()
-
-
-def _loaded(item: _Item) -> Any:
-    from torch.distributed.checkpoint.utils import _create_file_view
-
+    """Loads an item from its bytes in memory: torch would lose a signal that comes while it calls a file of Python."""
     from accel_fsdp.checkpoints import saved_files
 
     with untrusted_files.opened(item.path) as file:
-        part = _create_file_view(file, item.start, item.length)  # type: ignore[arg-type]
-        return saved_files.restricted(part, item.path)
+        file.seek(item.start)
+        content = io.BytesIO(file.read(item.length))
+    return saved_files.restricted(content, item.path)
 
 
 def read(folder: Path) -> "dict[Keys, Stored]":
@@ -125,7 +107,7 @@ def listed(folder: Path, needed: Callable[[Keys], bool]) -> dict[Keys, Any]:
 def read_bytes(path: Path) -> bytes:
     content = untrusted_files.read_bytes(path)
     if content is None:
-        raise damaged(path, "is missing")
+        raise broken(path, "is missing")
     return content
 
 
@@ -133,7 +115,7 @@ def unpickled(content: bytes, path: Path) -> Any:
     """The content of a `.metadata` file, as inert values; raises UserError if it names other types than DCP's."""
     metadata = unpickle(content, ADMITTED, path)
     if not isinstance(metadata, Inert) or not isinstance(metadata.state, dict):
-        raise damaged(path, "is damaged: it lists no tensors")
+        raise broken(path, "is damaged: it lists no tensors")
     return metadata
 
 
@@ -145,7 +127,7 @@ def _listing(folder: Path) -> Iterator[tuple[dict[str, Any], dict[tuple[str, Any
     try:
         yield metadata.state, _items(folder, metadata.state["storage_data"])
     except ERRORS as error:
-        raise damaged(path, f"is damaged: {type(error).__name__} in its list of tensors") from error
+        raise broken(path, f"is damaged: {type(error).__name__} in its list of tensors") from error
 
 
 def _items(folder: Path, listed: Mapping[Inert, Inert]) -> dict[tuple[str, Any], _Item]:
@@ -160,7 +142,7 @@ def _items(folder: Path, listed: Mapping[Inert, Inert]) -> dict[tuple[str, Any],
                 with untrusted_files.opened(path) as file:
                     sizes[name] = file.seek(0, io.SEEK_END)
             except FileNotFoundError as error:
-                raise damaged(path, "is missing") from error
+                raise broken(path, "is missing") from error
         start, length = place.state["offset"], place.state["length"]
         if place.state.get("transform_descriptors"):
             raise UserError(
@@ -169,7 +151,7 @@ def _items(folder: Path, listed: Mapping[Inert, Inert]) -> dict[tuple[str, Any],
                 fix="save without extensions, or load it with torch and save it again",
             )
         if start + length > sizes[name]:
-            raise damaged(path, f"is cut short: {sizes[name]} bytes, {start + length} expected")
+            raise broken(path, f"is cut short: {sizes[name]} bytes, {start + length} expected")
         offset = index.state.get("offset")
         items[index.state["fqn"], None if offset is None else _size(offset)] = _Item(path, start, length)
     return items

@@ -15,11 +15,12 @@ import torch
 
 from accel_fsdp.checkpoints import deepspeed_files, file_names, saved_files
 from accel_fsdp.checkpoints.deepspeed_files import numbers
-from accel_fsdp.checkpoints.safe_pickles import ERRORS, damaged
+from accel_fsdp.checkpoints.safe_pickles import ERRORS
 from accel_fsdp.checkpoints.saved_files import SavedFile
 from accel_fsdp.checkpoints.stored import Stored
 from accel_fsdp.errors import UserError
 from accel_fsdp.units import counted
+from accel_fsdp.untrusted_files import broken
 
 STATE = "optimizer_state_dict"
 FLAT_2, FLAT_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
@@ -52,7 +53,7 @@ def read(folder: Path, optimizer_too: bool = False) -> Paths:
     ]
     model, optimizer = files
     if not model or not optimizer:
-        raise damaged(folder, f"holds no {file_names.ZERO_OPTIMIZERS if model else file_names.ZERO_MODELS}")
+        raise broken(folder, f"holds no {file_names.ZERO_OPTIMIZERS if model else file_names.ZERO_MODELS}")
     try:
         return _read(folder, model, optimizer, optimizer_too)
     except ERRORS as error:
@@ -60,7 +61,7 @@ def read(folder: Path, optimizer_too: bool = False) -> Paths:
 
 
 def _not_laid_out(folder: Path, error: Exception) -> UserError:
-    return damaged(folder, f"is not laid out as DeepSpeed does: {type(error).__name__} {error}")
+    return broken(folder, f"is not laid out as DeepSpeed does: {type(error).__name__} {error}")
 
 
 def _read(folder: Path, model: list[SavedFile], optimizer: list[SavedFile], optimizer_too: bool) -> Paths:
@@ -94,9 +95,9 @@ def _check_ranks(folder: Path, first: dict[str, Any], optimizer: list[SavedFile]
             fix="in the training script: engine.save_16bit_model(FOLDER), and export that",
         )
     if len(optimizer) != ranks:
-        raise damaged(folder, f"holds *_optim_states.pt of {counted(len(optimizer), 'rank')}, but {ranks} wrote it")
+        raise broken(folder, f"holds *_optim_states.pt of {counted(len(optimizer), 'rank')}, but {ranks} wrote it")
     if stage == 3 and models != ranks:
-        raise damaged(folder, f"holds *_model_states.pt of {counted(models, 'rank')}, but {ranks} wrote it")
+        raise broken(folder, f"holds *_model_states.pt of {counted(models, 'rank')}, but {ranks} wrote it")
 
 
 def _partitioned(first: dict[str, Any], optimizer: list[SavedFile], stage: int, optimizer_too: bool) -> Paths:
@@ -181,7 +182,7 @@ def _joined(name: str, shape: Iterable[int], spans: Iterable[Span]) -> Stored:
     sizes = tuple(shape)
     parts, total = list(spans), prod(sizes)
     if sum(span.stop - span.start for span in parts) < total or not parts:
-        raise damaged(parts[0].file.path if parts else Path(name), f"and its siblings lack a part of {name}")
+        raise broken(parts[0].file.path if parts else Path(name), f"and its siblings lack a part of {name}")
     parts = list(cut_spans(parts, 0, total)) or parts[:1]
 
     def load() -> torch.Tensor:

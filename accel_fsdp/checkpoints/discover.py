@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -14,7 +14,6 @@ from accel_fsdp.checkpoints import (
     file_names,
     marker,
     safetensors_header,
-    summary,
     tensor_names,
 )
 from accel_fsdp.errors import UserError
@@ -62,13 +61,18 @@ class CheckpointLocation:
 def look(folder: Path) -> CheckpointLocation | None:
     """The checkpoint or exported model in `folder`, which may be its inner folder; None if there is none."""
     for reader in (_zero, _sharded, _safetensors, _adapter, _full, _ranks, _single):
-        checkpoint = reader(folder)
-        if checkpoint is not None:
-            # `atomic_files.replaced_folder` leaves such a folder behind if its process is killed
-            is_temporary = folder.name.startswith(".") and folder.name.endswith(".tmp")
-            missing = (*checkpoint.missing, *([completeness.ITS_END] if is_temporary else []))
-            return replace(checkpoint, missing=tuple({lack.split(" (")[0]: lack for lack in missing}.values()))
+        if (checkpoint := reader(folder)) is not None:
+            return _judged(checkpoint)
     return None
+
+
+def _judged(checkpoint: CheckpointLocation) -> CheckpointLocation:
+    """Adds what a checkpoint lacks by its marker or its name."""
+    name, unfinished = checkpoint.folder.name, completeness.unfinished(checkpoint.folder)
+    if name.startswith(".") and name.endswith(".tmp"):  # left by `replaced_folder` when its process was killed
+        unfinished = (*unfinished, completeness.ITS_END)
+    missing = {lack.split(" (")[0]: lack for lack in (*checkpoint.missing, *unfinished)}
+    return replace(checkpoint, missing=tuple(missing.values()))
 
 
 def _sharded(folder: Path) -> CheckpointLocation | None:
@@ -84,36 +88,26 @@ def _sharded(folder: Path) -> CheckpointLocation | None:
     missing = [] if completeness.is_whole_dcp(place) else [f"{place.name}/{file_names.DCP_METADATA}"]
     missing += [] if any(place.glob(file_names.DCP_PARTS)) else [f"{place.name}/{file_names.DCP_PARTS}"]
     outer = folder.parent if place == folder and folder.name.startswith(file_names.FSDP_MODEL) else folder
-    return CheckpointLocation("sharded (DCP)", outer, place, (*missing, *completeness.unfinished(outer)), optimizer)
+    return CheckpointLocation("sharded (DCP)", outer, place, tuple(missing), optimizer)
 
 
 def _is_dcp(folder: Path) -> bool:
     return completeness.is_whole_dcp(folder) or any(folder.glob(file_names.DCP_PARTS))
 
 
-def check_bytes(checkpoint: CheckpointLocation) -> None:
-    """Compares the weights' files with the hashes in `complete.json`."""
-    place = checkpoint.weights
-
-    def read(name: str) -> bool:
-        path = checkpoint.folder / name
-        return (path == place or place in path.parents) or (
-            path.parent == checkpoint.folder
-            and path.suffix in (*file_names.READABLE, ".json")
-            and not name.startswith(file_names.SPARED)
-        )
-
-    if what := marker.damage(checkpoint.folder, read):
+def check_bytes(checkpoint: CheckpointLocation, needed: Callable[[str], bool] = file_names.is_exported) -> None:
+    """Compares the `needed` files with the hashes in `complete.json`."""
+    if what := marker.damage(checkpoint.folder, needed):
         raise UserError(
             f"{checkpoint.folder} is damaged: {what}",
-            why="the exported model would differ from the trained one",
-            fix="copy the checkpoint again from where it was written, or export an older one",
+            why="what is made of it would differ from what was trained",
+            fix="copy the checkpoint again from where it was written, or take an older one",
         )
 
 
 def _safetensors(folder: Path) -> CheckpointLocation | None:
     try:
-        names = summary.model_files(folder)[0]
+        names = safetensors_header.model_files(folder)[0]
         missing = [name for name in names if not _has(folder, name)]
     except UserError as error:
         return CheckpointLocation(
@@ -121,7 +115,7 @@ def _safetensors(folder: Path) -> CheckpointLocation | None:
         )
     if not names:
         return None
-    return CheckpointLocation("safetensors", folder, folder, (*missing, *completeness.unfinished(folder)))
+    return CheckpointLocation("safetensors", folder, folder, tuple(missing))
 
 
 def _has(folder: Path, name: str) -> bool:
@@ -147,7 +141,7 @@ def _full(folder: Path) -> CheckpointLocation | None:
 
 def _file(kind: CheckpointKind, path: Path, *missing: str) -> CheckpointLocation:
     """A checkpoint whose weights are one file."""
-    return CheckpointLocation(kind, path.parent, path, (*missing, *completeness.unfinished(path.parent)))
+    return CheckpointLocation(kind, path.parent, path, missing)
 
 
 def _zero(folder: Path) -> CheckpointLocation | None:
@@ -157,7 +151,7 @@ def _zero(folder: Path) -> CheckpointLocation | None:
     needed = (file_names.ZERO_MODELS, file_names.ZERO_OPTIMIZERS)
     missing = [f"{place.name}/{name}" for name in needed if not any(place.glob(name))]
     outer = folder.parent if place == folder and deepspeed_files.is_inner(folder) else folder
-    return CheckpointLocation("ZeRO", outer, place, (*missing, *completeness.unfinished(outer)))
+    return CheckpointLocation("ZeRO", outer, place, tuple(missing))
 
 
 def _ranks(folder: Path) -> CheckpointLocation | None:
@@ -169,7 +163,7 @@ def _ranks(folder: Path) -> CheckpointLocation | None:
     match = file_names.RANK_FILE.fullmatch(first)
     ranks = max(int((match and match["ranks"]) or 0), max(by_rank) + 1)
     absent = [re.sub(r"(rank[_-]?)\d+", rf"\g<1>{rank}", first) for rank in range(ranks) if rank not in by_rank]
-    return CheckpointLocation("files of ranks", folder, folder, (*absent, *completeness.unfinished(folder)))
+    return CheckpointLocation("files of ranks", folder, folder, tuple(absent))
 
 
 def models(checkpoint: CheckpointLocation) -> list[CheckpointLocation]:
@@ -242,7 +236,7 @@ def find(path: Path) -> tuple[CheckpointLocation, list[CheckpointLocation]]:
     """
     place = _checked_path(path)
     single = _checkpoint_in_file(place)
-    checkpoints = [single] if single else listed(place)
+    checkpoints = [_judged(single)] if single else listed(place)
     if not checkpoints:
         raise _not_found(path, place)
     complete = [checkpoint for checkpoint in checkpoints if not checkpoint.missing]
@@ -291,7 +285,7 @@ def _checkpoint_in_safetensors(path: Path) -> CheckpointLocation | None:
     folder = path.parent
     if path.name == file_names.ADAPTER:
         return _adapter(folder)
-    if path.name in summary.model_files(folder)[0]:
+    if path.name in safetensors_header.model_files(folder)[0]:
         return _safetensors(folder)
     kind: CheckpointKind = "adapter" if tensor_names.is_adapted(safetensors_header.read(path)) else "safetensors"
     return _file(kind, path)
@@ -311,20 +305,13 @@ def _not_found(path: Path, place: Path) -> UserError:
             why="each rank wrote its own part, in a form that only the same rank of the same job can load",
             fix="resume with the same ranks and YAML, and save once under fsdp_state_dict_type: SHARDED_STATE_DICT",
         )
-    near = sorted(_checkpoints_below(place, DEPTH), key=lambda checkpoint: checkpoint.number < 0)[:3]
+    below = [checkpoint for inner in _all_below(place, DEPTH + 1) if _is_trained(inner) and (checkpoint := look(inner))]
+    near = dict.fromkeys(checkpoint.folder for checkpoint in sorted(below, key=lambda item: -item.number))
     if not near:
         fix = "give the folder of a run, train/sft.py --output_dir, or one of its checkpoints"
         return UserError(f"{path} holds no checkpoint", why="there is nothing to read", fix=fix)
     return UserError(
         f"{path} holds no checkpoint itself",
-        why=f"{'one other is' if len(near) == 1 else 'several checkpoints are'} below it",
-        fix=f"give {'it' if len(near) == 1 else 'one of them'}: {', '.join(str(item.folder) for item in near)}",
+        why="it is unclear which of those below it is meant",
+        fix=f"give one of them: {', '.join(map(str, list(near)[:3]))}",
     )
-
-
-def _checkpoints_below(folder: Path, depth: int) -> Iterator[CheckpointLocation]:
-    for path in _folders(folder):
-        checkpoints = listed(path) if path.name != file_names.DESCRIBED else []
-        yield from checkpoints[-1:]
-        if not checkpoints and depth > 1:
-            yield from _checkpoints_below(path, depth - 1)

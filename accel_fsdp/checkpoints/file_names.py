@@ -128,6 +128,11 @@ def of_ranks(folder: Path) -> dict[int, Path]:
     return dict(sorted(by_rank.items()))
 
 
+def is_exported(name: str) -> bool:
+    """Whether an export reads a file of a checkpoint, by its path relative to it."""
+    return not name.startswith(SPARED)
+
+
 def rng_state(rank: int, ranks: int) -> str:
     """Trainer: the file of a rank's random states, which has no number where there is one rank."""
     return f"{RNG_STATE}_{rank}.pth" if ranks > 1 else f"{RNG_STATE}.pth"

@@ -46,11 +46,15 @@ class Marker:
     hashes: dict[str, str] = field(default_factory=dict)
 
 
+def content_of(checkpoint: Path) -> bytes | None:
+    """The marker's bytes; None if there is none."""
+    return untrusted_files.read_bytes(checkpoint / file_names.MARKER)
+
+
 def read(checkpoint: Path) -> Marker | None:
     """The marker; None if there is none."""
-    path = checkpoint / file_names.MARKER
-    content = untrusted_files.read_bytes(path)
-    return None if content is None else parsed(content, path)
+    content = content_of(checkpoint)
+    return None if content is None else parsed(content, checkpoint / file_names.MARKER)
 
 
 def parsed(text: bytes, path: Path) -> Marker:

@@ -2,8 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from accel_fsdp.checkpoints import dcp, deepspeed, file_names, rank_files, safetensors_files, saved_files, tensor_names
+from accel_fsdp import untrusted_files
+from accel_fsdp.checkpoints import (
+    dcp,
+    deepspeed,
+    deepspeed_files,
+    file_names,
+    rank_files,
+    safetensors_files,
+    saved_files,
+    tensor_names,
+)
 from accel_fsdp.checkpoints.discover import CheckpointLocation
 from accel_fsdp.checkpoints.rank_files import Shapes
 from accel_fsdp.checkpoints.stored import Stored, same_bytes
@@ -12,6 +23,8 @@ from accel_fsdp.errors import UserError
 
 MODEL_KEYS = frozenset({"model", "module", "state_dict", "model_state_dict", "weights", "net", "app", "job", "state"})
 OPTIMIZER_KEYS = frozenset({"optim", "optimizer", "optimizers", "optimizer_state_dict", "optim_state_dict"})
+STATES = (file_names.SCHEDULER, f"{file_names.RNG_STATE}*.pth", f"{file_names.SCALER}*.pt", "**/*_states.pt")
+"""A checkpoint's schedule, random states and loss scaling, and all files of DeepSpeed's ranks."""
 Paths = Mapping[tuple[str, ...], Stored]
 
 
@@ -117,3 +130,25 @@ def optimizer_name(path: tuple[str, ...]) -> str:
     """The name of an entry of a nested state dict that is of an optimizer, from below the optimizer's key on."""
     index = next(number for number, key in enumerate(path) if key in OPTIMIZER_KEYS)
     return ".".join(map(clean_name, path[index + 1 :]))
+
+
+def refusal(checkpoint: Path, part: int = 0, of: int = 1) -> UserError | None:
+    """Why a checkpoint's pickles can't be loaded: one is damaged or could run code; None if all are fine.
+
+    DeepSpeed would unpickle some without restrictions. Every `of`-th file is read, from `part` on, so that ranks share
+    the work. Weights and optimizer states in single files are left out: torch itself loads them as tensors alone.
+    """
+    try:
+        latest = deepspeed_files.latest(checkpoint)
+        if latest is not None:  # DeepSpeed would follow it out of the checkpoint
+            untrusted_files.inside(checkpoint, latest, file_names.LATEST)
+        metadata = [path for place in ("", "*/") for path in checkpoint.glob(f"{place}*{file_names.DCP_METADATA}")]
+        states = [path for name in STATES for path in checkpoint.glob(name)]
+        for path in sorted(path for path in (*metadata, *states) if path.exists())[part::of]:
+            if path in metadata:
+                dcp.unpickled(dcp.read_bytes(path), path)
+            else:
+                saved_files.load(path)
+    except UserError as error:
+        return error
+    return None

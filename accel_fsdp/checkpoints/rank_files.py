@@ -13,11 +13,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from accel_fsdp.checkpoints import file_names, saved_files
-from accel_fsdp.checkpoints.safe_pickles import ERRORS, damaged
+from accel_fsdp.checkpoints.safe_pickles import ERRORS
 from accel_fsdp.checkpoints.saved_files import Keys, SavedFile
 from accel_fsdp.checkpoints.stored import Box, Stored, assembled, same_bytes, short_name
 from accel_fsdp.checkpoints.tensor_names import clean_name
 from accel_fsdp.errors import UserError
+from accel_fsdp.untrusted_files import broken
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -32,7 +33,7 @@ def read(folder: Path, shapes: Shapes | None) -> dict[tuple[str, ...], Stored]:
     try:
         return {tuple(map(str, keys)): _tensor(keys, ranks, shapes) for keys in saved_files.keys_of(ranks[0].content)}
     except ERRORS as error:
-        raise damaged(folder, f"holds files that don't belong together: {type(error).__name__} {error}") from error
+        raise broken(folder, f"holds files that don't belong together: {type(error).__name__} {error}") from error
 
 
 def _tensor(keys: Keys, ranks: list[SavedFile], shapes: Shapes | None) -> Stored:
@@ -61,7 +62,7 @@ def _tensor(keys: Keys, ranks: list[SavedFile], shapes: Shapes | None) -> Stored
 def _of_dtensors(keys: Keys, ranks: list[SavedFile], first: DTensor) -> Stored:
     mesh, shape = first.device_mesh.mesh, tuple(first.shape)
     if mesh.numel() != len(ranks):
-        raise damaged(ranks[0].path, f"is one of {mesh.numel()} ranks' files, and {len(ranks)} are there")
+        raise broken(ranks[0].path, f"is one of {mesh.numel()} ranks' files, and {len(ranks)} are there")
     boxes: dict[tuple[int, ...], Box] = {}
     for rank, file in enumerate(ranks):
         place = [int(index) for index in (mesh == mesh.flatten().sort()[0][rank]).nonzero()[0]]
@@ -74,7 +75,7 @@ def _of_dtensors(keys: Keys, ranks: list[SavedFile], first: DTensor) -> Stored:
 def _dtensor(file: SavedFile, keys: Keys) -> DTensor:
     tensor = file.tensor(keys)
     if not isinstance(tensor, DTensor):
-        raise damaged(file.path, f"holds {keys[-1]} as another kind of tensor than its siblings")
+        raise broken(file.path, f"holds {keys[-1]} as another kind of tensor than its siblings")
     return tensor
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp.errors import UserError
+from accel_fsdp.untrusted_files import broken
 
 ERRORS = (
     *(EOFError, ValueError, TypeError, LookupError, AttributeError, struct.error, OverflowError, RecursionError),
@@ -50,14 +51,6 @@ SETTINGS: Mapping[str, Callable[..., Any]] = {
 """Names of settings and numbers that people save beside weights, with what replaces each."""
 
 
-def damaged(path: Path, what: str) -> UserError:
-    return UserError(
-        f"{path} {what}",
-        why="what is read would be wrong",
-        fix="copy that file again from where it was written, or take an older checkpoint",
-    )
-
-
 def names_code(path: Path, name: str) -> UserError:
     """The error for a pickle with a name that isn't admitted."""
     return UserError(
@@ -92,4 +85,4 @@ def unpickle(content: bytes, admitted: Mapping[str, Any], path: Path) -> Any:
     try:
         return _Reader(content, admitted, path).load()
     except ERRORS as error:
-        raise damaged(path, f"is damaged: {type(error).__name__} in its pickle") from error
+        raise broken(path, f"is damaged: {type(error).__name__} in its pickle") from error

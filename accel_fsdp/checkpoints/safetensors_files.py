@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from accel_fsdp import untrusted_files
-from accel_fsdp.checkpoints import file_names, safetensors_header, summary
-from accel_fsdp.checkpoints.safe_pickles import damaged
+from accel_fsdp.checkpoints import file_names, safetensors_header
 from accel_fsdp.checkpoints.stored import Mapped, Stored, same_bytes, torch_dtype
 from accel_fsdp.errors import UserError
+from accel_fsdp.untrusted_files import broken
 
 PARTS = "DCP_SHARDING_INFO"
 """torch's HuggingFaceStorageWriter: where the parts of tensors in a file belong."""
@@ -28,7 +28,7 @@ def of_folder(folder: Path) -> dict[str, Stored]:
         UserError: it holds no safetensors files, or damaged ones; its index is damaged, names files elsewhere, or lists
             a tensor that is in none of them.
     """
-    names, listed = summary.model_files(folder)
+    names, listed = safetensors_header.model_files(folder)
     files: dict[str, dict[str, Stored]] = {}
     tensors: dict[str, Stored] = {}
     for file in names or sorted(path.name for path in folder.glob(file_names.MODELS)):
@@ -38,11 +38,11 @@ def of_folder(folder: Path) -> dict[str, Stored]:
             previous = tensors.setdefault(name, tensor)
             if previous is not tensor and not same_bytes(previous, tensor):
                 other = next(other for other, of in files.items() if name in of)
-                raise damaged(path, f"holds a {name} that differs from the one in {other}")
+                raise broken(path, f"holds a {name} that differs from the one in {other}")
     for name, file in listed.items():
         if name not in files[file]:
             elsewhere = ", while another file does" if name in tensors else ""
-            raise damaged(folder / file_names.INDEX, f"lists {name} in {file}, which doesn't hold it{elsewhere}")
+            raise broken(folder / file_names.INDEX, f"lists {name} in {file}, which doesn't hold it{elsewhere}")
     if not tensors:
         raise UserError(
             f"{folder} holds no {file_names.MODELS}",

@@ -1,11 +1,14 @@
-"""The headers of safetensors files, read by their own library: names, dtypes and shapes, without torch."""
+"""The headers and indexes of safetensors files: names, dtypes and shapes, read by their own library without torch."""
 
 import re
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from accel_fsdp import untrusted_files
+from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import UserError
 
 TORCH_NAMES = {
@@ -17,6 +20,7 @@ TORCH_NAMES = {
 """torch's names of the dtypes of headers."""
 ITEM_BYTES = {short: int(re.sub(r"\D+(\d+).*", r"\1", short.replace("BOOL", "U8"))) // 8 for short in TORCH_NAMES}
 DTYPES = {name: short for short, name in TORCH_NAMES.items()}
+TIED = (("lm_head.weight", "model.embed_tokens.weight"), ("lm_head.weight", "transformer.wte.weight"))
 
 
 @dataclass(frozen=True)
@@ -44,9 +48,9 @@ def opened(path: Path, framework: str = "np") -> Any:
         with untrusted_files.opened(path):  # refuses links out of the folder, pipes and devices
             return safe_open(path, framework)
     except FileNotFoundError:
-        raise damaged(path, "missing") from None
+        raise untrusted_files.broken(path, "is missing") from None
     except (SafetensorError, OSError) as error:
-        raise damaged(path, str(error)) from error
+        raise untrusted_files.broken(path, f"is damaged: {error}") from error
 
 
 def read(path: Path) -> dict[str, Tensor]:
@@ -56,9 +60,42 @@ def read(path: Path) -> dict[str, Tensor]:
     return {name: Tensor(path, name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
 
 
-def damaged(path: Path, what: str) -> UserError:
-    return UserError(
-        f"{path} is {what}" if what == "missing" else f"{path} is damaged: {what}",
-        why="its tensors would differ from the written ones",
-        fix="copy that file again from where it was written",
-    )
+def weights_in(folder: Path) -> dict[str, Tensor]:
+    """The tensors of all `model*.safetensors` in a folder, without broken files."""
+    tensors: dict[str, Tensor] = {}
+    for path in sorted(folder.glob(file_names.MODELS)):
+        with suppress(UserError):
+            tensors |= read(path)
+    return tensors
+
+
+def is_tied_apart(tensors: dict[str, Tensor]) -> bool:
+    """Whether head and embedding are both stored, and differ. Needs torch where both are."""
+    for head, embedding in ((tensors.get(head), tensors.get(embedding)) for head, embedding in TIED):
+        if head and embedding:
+            return head.dtype != embedding.dtype or not head.load().equal(embedding.load())
+    return False
+
+
+def model_files(folder: Path) -> tuple[list[str], Mapping[str, str]]:
+    """The safetensors files that `from_pretrained` opens in a model's folder, and what their index lists, if any.
+
+    They are the single file, else the files of the index.
+    """
+    if untrusted_files.read_json(folder / file_names.CONFIG, folder).get("transformers_weights") is not None:
+        raise untrusted_files.broken(folder / file_names.CONFIG, "names other files: transformers_weights")
+    if (folder / file_names.MODEL).is_file():
+        return [file_names.MODEL], {}
+    listed = weight_map(folder / file_names.INDEX)
+    return sorted(set(listed.values())), listed
+
+
+def weight_map(path: Path) -> dict[str, str]:
+    """The file of each tensor, as an index lists them; empty without an index."""
+    index = untrusted_files.read_json(path)
+    if not index and not path.exists():
+        return {}
+    listed = index.get("weight_map")
+    if not isinstance(listed, dict) or not listed or not all(isinstance(file, str) for file in listed.values()):
+        raise untrusted_files.broken(path, "is damaged: no list of tensors and their files")
+    return listed

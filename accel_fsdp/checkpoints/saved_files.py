@@ -11,8 +11,9 @@ import torch
 
 from accel_fsdp import untrusted_files
 from accel_fsdp.checkpoints import deepspeed_files
-from accel_fsdp.checkpoints.safe_pickles import ERRORS, SETTINGS, Inert, damaged, names_code
+from accel_fsdp.checkpoints.safe_pickles import ERRORS, SETTINGS, Inert, names_code
 from accel_fsdp.checkpoints.stored import Mapped, Stored, short_name
+from accel_fsdp.untrusted_files import broken
 
 INERT: list[Any] = [
     *((replacement, name) for name, replacement in SETTINGS.items()),
@@ -36,7 +37,7 @@ def load(path: Path) -> Any:
         with untrusted_files.opened(path):  # refuses links out of the folder, pipes and devices
             pass
     except FileNotFoundError as error:
-        raise damaged(path, "is missing") from error
+        raise broken(path, "is missing") from error
     return restricted(path, path, mmap=True)
 
 
@@ -54,9 +55,7 @@ def restricted(source: Any, path: Path, mmap: bool = False) -> Any:
         if isinstance(error, pickle.UnpicklingError) and (name := UNSAFE.search(str(error))):
             raise names_code(path, name[1]) from None
         text = str(error).partition("\n")[0][:100]
-        raise damaged(
-            path, f"is damaged: not a file of torch.save's zip format (torch 1.6 or newer): {text}"
-        ) from error
+        raise broken(path, f"is damaged: not a file of torch.save's zip format (torch 1.6 or newer): {text}") from error
     finally:
         meshes.setLevel(level)
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from accel_fsdp.checkpoints.safe_pickles import damaged
 from accel_fsdp.checkpoints.safetensors_header import DTYPES, TORCH_NAMES
 from accel_fsdp.errors import UserError
+from accel_fsdp.untrusted_files import broken
 
 RENEWED_BYTES = 1 << 28
 """A mapped file is mapped again after so many bytes, because pages that were read count as this process's memory."""
@@ -102,14 +102,14 @@ def assembled(name: str, shape: tuple[int, ...], dtype: torch.dtype, boxes: Sequ
     elements = sum(prod(box.sizes) for box in boxes)
     path = boxes[0].path if boxes else Path(name)
     if elements != prod(shape) or any(len(box.offsets) != len(shape) for box in boxes):
-        raise damaged(path, f"and its siblings hold {elements} of the {prod(shape)} elements of {name}")
+        raise broken(path, f"and its siblings hold {elements} of the {prod(shape)} elements of {name}")
     if not _fill_exactly(shape, boxes):
-        raise damaged(path, f"and its siblings hold some elements of {name} twice, others never")
+        raise broken(path, f"and its siblings hold some elements of {name} twice, others never")
 
     def checked(box: Box) -> torch.Tensor:
         part = box.load()
         if part.dtype != dtype or tuple(part.shape) != box.sizes:
-            raise damaged(box.path, f"differs from the description of {name}")
+            raise broken(box.path, f"differs from the description of {name}")
         return part
 
     def load() -> torch.Tensor:

@@ -15,7 +15,7 @@ from accel_fsdp.checkpoints import (
     discover,
     file_names,
     marker,
-    resumed_pickles,
+    open_checkpoint,
     same_bytes,
 )
 from accel_fsdp.command_line import arg, positional
@@ -104,13 +104,8 @@ def _check_flags(command: ConvertCommand) -> None:
 def _check(checkpoint: CheckpointLocation) -> None:
     """Refuses what is damaged, could run code, has lost its schedule or place in the data, or is of fp16."""
     folder = checkpoint.folder
-    if damage := marker.damage(folder):
-        raise UserError(
-            f"{folder} is damaged: {damage}",
-            why="training would go on from something else",
-            fix="copy it again from where it was written, or convert an older one",
-        )
-    if refused := resumed_pickles.refusal(folder):
+    discover.check_bytes(checkpoint, bool)
+    if refused := open_checkpoint.refusal(folder):
         raise refused
     if any(folder.glob(f"{file_names.SCALER}*")):
         raise deepspeed_files.scaled(folder)

@@ -91,15 +91,10 @@ def exported(options: ExportCommand) -> ExportReport:
     """Writes OUT, complete and verified, or not at all."""
     out = _required_out(options).resolve()
     try:
-        with store.fetched(options.src, out, _is_read) as src:
+        with store.fetched(options.src, out, file_names.is_exported) as src:
             return _find_and_export(replace(options, src=src), out)
     except OSError as error:
         raise _disk_error(out, error) from error
-
-
-def _is_read(name: str) -> bool:
-    """Whether an export reads a file of a checkpoint."""
-    return not name.startswith(file_names.SPARED)
 
 
 def _find_and_export(options: ExportCommand, out: Path) -> ExportReport:

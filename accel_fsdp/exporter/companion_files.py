@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp import atomic_files, models, untrusted_files
-from accel_fsdp.checkpoints import CheckpointLocation, file_names, summary
+from accel_fsdp.checkpoints import CheckpointLocation, file_names
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import transformers_probe
 
@@ -46,7 +46,7 @@ class CompanionFiles:
 
     @property
     def config(self) -> dict[str, Any]:
-        return summary.read_json(self.folder / file_names.CONFIG)
+        return untrusted_files.read_json(self.folder / file_names.CONFIG)
 
     @property
     def dtype(self) -> str | None:
@@ -59,7 +59,7 @@ class CompanionFiles:
 
     @property
     def settings(self) -> dict[str, Any]:
-        return summary.read_json(self.adapter / file_names.ADAPTER_CONFIG) if self.adapter else {}
+        return untrusted_files.read_json(self.adapter / file_names.ADAPTER_CONFIG) if self.adapter else {}
 
     def copy(self, target: Path, dtype: str | None) -> list[str]:
         """Puts everything but the weights into `target`; links and code are left behind.
@@ -108,14 +108,14 @@ def _matching(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
 def _files_of_run(run: Path) -> Iterator[Path]:
     """The companion files in a run's folder, if it is also that of a model."""
     is_model = bool(
-        summary.read_json(run / file_names.CONFIG).get("model_type")
-        or summary.read_json(run / file_names.ADAPTER_CONFIG).get("peft_type")
+        untrusted_files.read_json(run / file_names.CONFIG).get("model_type")
+        or untrusted_files.read_json(run / file_names.ADAPTER_CONFIG).get("peft_type")
     )
     return _matching(run, IN_RUN) if is_model else iter(())
 
 
 def _copy(path: Path, copy: Path, folder: Path) -> None:
-    content = summary.read_json(path, folder) if path.name.endswith(file_names.CONFIG) else {}
+    content = untrusted_files.read_json(path, folder) if path.name.endswith(file_names.CONFIG) else {}
     if (without_code := _without_code(content)) != content:
         _write(copy, without_code)
     else:
@@ -151,7 +151,7 @@ def describe(model: Any, tokenizer: Any, folder: Path) -> None:
         settings.save_pretrained(folder if name == "default" or len(adapters) == 1 else folder / name)
     with contextlib.suppress(UserError):  # then it is the dtype that was loaded
         name, code_runs = str(inner.config._name_or_path), inner.config.is_remote_code()
-        config = summary.read_json(folder / file_names.CONFIG)
+        config = untrusted_files.read_json(folder / file_names.CONFIG)
         stored_config = models.read_config(name, run_code=code_runs)
         if stored_config.dtype is not None:
             config["dtype"] = str(stored_config.dtype).removeprefix("torch.")
@@ -196,10 +196,10 @@ def _folders_nearby(checkpoint: CheckpointLocation) -> Iterator[Path]:
 
 def _base(near: tuple[Path, ...], adapter: Path | None) -> tuple[str, str | None] | None:
     """The model that an adapter was trained on, and its revision; of a model that of run.json if no config is near."""
-    records = (summary.read_json(folder / file_names.RUN) for folder in near)
+    records = (untrusted_files.read_json(folder / file_names.RUN) for folder in near)
     trained = (model for record in records if (model := _trained_model(record)))
     if adapter is not None:
-        settings = summary.read_json(adapter / file_names.ADAPTER_CONFIG)
+        settings = untrusted_files.read_json(adapter / file_names.ADAPTER_CONFIG)
         name, revision = (settings.get(key) for key in ("base_model_name_or_path", "revision"))
         if name and not revision:  # PEFT omits the revision if the model was loaded before
             revision = next((base_revision for trained_name, base_revision in trained if trained_name == name), None)

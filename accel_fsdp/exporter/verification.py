@@ -61,7 +61,7 @@ class ExportReport:
 def read_report(folder: Path) -> ExportReport | None:
     """The report in an exported folder; None if there is none."""
     content = untrusted_files.read_json(folder / file_names.REPORT)
-    if content is None:
+    if not content:
         return None
     try:
         tensors = {str(name): _written_tensor(entry) for name, entry in content["tensors"].items()}

@@ -21,13 +21,13 @@ from accel_fsdp.checkpoints import (
     ITEM_BYTES,
     Stored,
     bytes_of,
-    damaged,
     file_names,
     safetensors_files,
     saved_files,
     short_name,
 )
 from accel_fsdp.errors import UserError
+from accel_fsdp.untrusted_files import broken
 
 BLOCK_ELEMENTS = 1 << 22
 """The elements that are cast and hashed at a time: they stay in the processor's cache."""
@@ -201,27 +201,27 @@ def reread(folder: Path, written: Mapping[str, Written], progress: Progress) -> 
     paths = [path for path in sorted(folder.iterdir()) if path.suffix in file_names.EXPORTED]
     files = {entry.file for entry in written.values()}
     if unknown := next((path.name for path in paths if path.name not in files), ""):
-        raise damaged(folder, f"holds {unknown}, which was not exported")  # even an empty file may be loaded as weights
+        raise broken(folder, f"holds {unknown}, which was not exported")  # even an empty file may be loaded as weights
     in_files = {path.name: tensors_in(path) for path in paths}
 
     def check(name: str) -> int:
         entry, stored = written[name], in_files.get(written[name].file, {}).pop(name, None)
         if stored is None or (short_name(stored.dtype), stored.shape) != (entry.dtype, entry.shape):
-            raise damaged(folder / entry.file, f"doesn't hold {name} as {entry.dtype} {list(entry.shape)}")
+            raise broken(folder / entry.file, f"doesn't hold {name} as {entry.dtype} {list(entry.shape)}")
         digest, tensor, count = xxhash.xxh3_128(), stored.load(), 0
         for part in _blocks_of(tensor):
             digest.update(_bytes(part))
             count += count_non_finite(part)
             progress(part.nbytes)
         if entry.hash not in ("", digest.hexdigest()):
-            raise damaged(folder / entry.file, f"is damaged: {name} was changed after the export")
+            raise broken(folder / entry.file, f"is damaged: {name} was changed after the export")
         return count
 
     with ThreadPoolExecutor(READERS) as pool:
         counts = pool.map(check, written)
         non_finite = {name: count for name, count in zip(written, counts, strict=True) if count}
     if extra := [name for tensors in in_files.values() for name in tensors]:
-        raise damaged(folder, f"holds {extra[0]}, which was not exported")
+        raise broken(folder, f"holds {extra[0]}, which was not exported")
     return dict(sorted(non_finite.items()))
 
 

@@ -21,7 +21,7 @@ DEQUANTISED = frozenset({"mxfp4", "fp_quant"})
 def settings_in(folder: Path) -> dict[str, Any]:
     """Reads the config of a model folder."""
     settings = untrusted_files.read_json(folder / file_names.CONFIG, within=ANYWHERE)
-    if settings is None:
+    if not settings:
         raise UserError(
             f"model folder {folder} has no {file_names.CONFIG}",
             why="the architecture can't be known without it",

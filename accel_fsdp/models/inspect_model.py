@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.checkpoints import file_names, safetensors_header, summary
+from accel_fsdp.checkpoints import file_names, safetensors_header
 from accel_fsdp.models import catalogue, config_json, layers, parallel_plans
 from accel_fsdp.models.classes import auto_class, build
 from accel_fsdp.models.facts import ModelFacts
@@ -57,7 +57,7 @@ def model_facts(name: str, config: Any) -> ModelFacts:
 
 def _formats(name: str, config: Any, model: "nn.Module") -> dict[str, Any]:
     """Dtypes, ties, experts and quantisation, from the config and the headers of the weights."""
-    stored = summary.weights_in(_local_folder(name))
+    stored = safetensors_header.weights_in(_local_folder(name))
     tied = bool(getattr(config, "tie_word_embeddings", False))
     declared = getattr(model, "_no_split_modules", None) or ()
     quantization = getattr(config, "quantization_config", None)
@@ -65,7 +65,7 @@ def _formats(name: str, config: Any, model: "nn.Module") -> dict[str, Any]:
     return {
         "dtype": _dtype(config, stored),
         "tied": tied,
-        "tied_apart": tied and summary.is_tied_apart(stored),
+        "tied_apart": tied and safetensors_header.is_tied_apart(stored),
         "kept_bf16": next(iter(layers.kept_in_float32(model, "bfloat16")), ""),
         "kept_fp16": next(iter(layers.kept_in_float32(model, "float16")), ""),
         "expert_classes": layers.expert_classes(model),
@@ -78,7 +78,7 @@ def _formats(name: str, config: Any, model: "nn.Module") -> dict[str, Any]:
 
 def stored_dtype(name: str, revision: str = "main", run_code: bool = False) -> str:
     """The dtype of a model's files, such as bfloat16; empty if unknown."""
-    return _dtype(read_config(name, revision, run_code), summary.weights_in(_local_folder(name)))
+    return _dtype(read_config(name, revision, run_code), safetensors_header.weights_in(_local_folder(name)))
 
 
 def _dtype(config: Any, stored: Mapping[str, safetensors_header.Tensor]) -> str:

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_fsdp import command_line
+from accel_fsdp import command_line, untrusted_files
 from accel_fsdp.errors import guard
 
 if TYPE_CHECKING:
@@ -28,10 +28,10 @@ def main() -> None:
 def _logits(folder: str) -> "torch.Tensor":
     import torch
 
-    from accel_fsdp.checkpoints import file_names, summary
+    from accel_fsdp.checkpoints import file_names
     from accel_fsdp.models import model_class, read_config
 
-    base = summary.read_json(Path(folder, file_names.ADAPTER_CONFIG)).get("base_model_name_or_path", folder)
+    base = untrusted_files.read_json(Path(folder, file_names.ADAPTER_CONFIG)).get("base_model_name_or_path", folder)
     model = model_class(read_config(base)).from_pretrained(folder, trust_remote_code=False).eval()
     tokens = torch.arange(1, TOKENS + 1).remainder(model.config.get_text_config().vocab_size)[None]
     with torch.inference_mode():

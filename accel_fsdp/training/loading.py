@@ -24,7 +24,7 @@ from transformers import set_seed
 from transformers.trainer_pt_utils import safe_globals
 
 from accel_fsdp import console, models
-from accel_fsdp.checkpoints import ERRORS, clean_name, dcp, file_names, saved_files, summary
+from accel_fsdp.checkpoints import ERRORS, clean_name, completeness, dcp, file_names, saved_files
 from accel_fsdp.errors import UserError
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.training import mesh_checkpoints, patches
@@ -172,11 +172,11 @@ def _as_stored(trainer: Any, checkpoint: str | None) -> Iterator[None]:
 @contextlib.contextmanager
 def _as_files(plugin: Any, checkpoint: Path) -> Iterator[None]:
     """Gives `plugin` the state dict type of the checkpoint's files, and the configs of that type."""
-    facts = summary.facts_of(checkpoint)
+    stored = completeness.state_dict_type(checkpoint)
     before = plugin.state_dict_type, plugin.state_dict_config, plugin.optim_state_dict_config
-    if facts.sharded or facts.full:
+    if stored in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
         plugin.state_dict_config = plugin.optim_state_dict_config = None
-        plugin.set_state_dict_type("SHARDED_STATE_DICT" if facts.sharded else "FULL_STATE_DICT")
+        plugin.set_state_dict_type(stored)
     try:
         yield
     finally:

@@ -6,18 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import gather_object
 
-from accel_fsdp import console
+from accel_fsdp import console, untrusted_files
 from accel_fsdp.checkpoints import (
     LORA,
-    CheckpointFacts,
     Origin,
     completeness,
     file_names,
     marker,
-    resumed_pickles,
+    open_checkpoint,
     safetensors_header,
     saved_files,
-    summary,
     tensor_names,
 )
 from accel_fsdp.config import ANY_FSDP, ANY_ZERO, Engine
@@ -71,7 +69,7 @@ def _keep_rows(origin: Origin, training: "TrainingArguments") -> None:
 
 def keep_batch_size(checkpoint: Path, training: "TrainingArguments") -> None:
     """Takes the batch size that `--auto_find_batch_size` had arrived at, as Trainer does, before steps are compared."""
-    rows = summary.read_json(checkpoint / file_names.TRAINER_STATE).get("train_batch_size")
+    rows = untrusted_files.read_json(checkpoint / file_names.TRAINER_STATE).get("train_batch_size")
     if not training.auto_find_batch_size or not isinstance(rows, int) or rows in (0, training.train_batch_size):
         return
     training.per_device_train_batch_size = rows // max(training.n_gpu, 1)
@@ -151,7 +149,7 @@ def _flaw(checkpoint: Path, training: "TrainingArguments") -> str:
     try:
         problem = completeness.flaw(checkpoint) if checkpoint.is_dir() else "there is no such folder"
         problem = problem or marker.damage(checkpoint, part=part, of=parts)
-        if not problem and (refused := resumed_pickles.refusal(checkpoint, part, parts)):
+        if not problem and (refused := open_checkpoint.refusal(checkpoint, part, parts)):
             raise refused
     except (OSError, UserError) as error:
         problem = getattr(error, "what", "") or str(error)
@@ -169,9 +167,9 @@ def check(checkpoint: Path, here: Origin, order_depends_on_ranks: bool = False, 
         or number of ranks in a format that can't change them, or the same step would be at another position in the
         data.
     """
-    facts, origin = summary.facts_of(checkpoint), marker.origin_of(checkpoint)
-    stored = origin.engine if origin else _engine(checkpoint, facts)
-    if absent := completeness.lacking_to_resume(checkpoint, facts):
+    origin = marker.origin_of(checkpoint)
+    stored = origin.engine if origin else _engine(checkpoint)
+    if absent := completeness.lacking_to_resume(checkpoint):
         raise UserError(
             f"{checkpoint} holds no {' and no '.join(absent)}",
             why="Trainer would silently restart them",
@@ -234,10 +232,10 @@ def check_adapter(checkpoint: Path, names: Iterable[str]) -> None:
         )
 
 
-def _engine(checkpoint: Path, facts: CheckpointFacts) -> str:
+def _engine(checkpoint: Path) -> str:
     if completeness.by_deepspeed(checkpoint):
         return ANY_ZERO
-    return ANY_FSDP if completeness.by_fsdp(checkpoint, facts) else Engine.DDP.label
+    return ANY_FSDP if completeness.state_dict_type(checkpoint) else Engine.DDP.label
 
 
 def _check_precision(checkpoint: Path, here: Origin) -> None:

@@ -3,28 +3,27 @@
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import gather_object
 
 from accel_fsdp import console
-from accel_fsdp.checkpoints import Damaged, Store, completeness, file_names, marker, store
+from accel_fsdp.checkpoints import Damaged, Store, Unreached, completeness, file_names, marker, store
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.units import any_time, gb_or_mb
+from accel_fsdp.waiting import comes_true
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-NOTICED_SECONDS = 1.0
-LONGEST_PAUSE_SECONDS = 60.0
-"""Between two tries; the first comes after a second, and each pause is twice as long as the one before it."""
+PAUSE_SECONDS = 1.0
+"""How often a thread looks for a new checkpoint, or tries an upload again."""
 
 
 class Uploads:
-    """Uploads one checkpoint at a time, with a thread on the first rank of each machine; the newest is the next.
+    """Uploads the newest checkpoint, with a thread on the first rank of each machine.
 
     Each thread uploads the files that its machine's ranks wrote, and the first machine's the marker, once all are
     there. A store that is down delays this, and never training. The threads are daemons: a rank that fails ends without
@@ -32,16 +31,18 @@ class Uploads:
     """
 
     def __init__(self, training: Any, keep: int | None) -> None:
-        launch = LaunchEnvironment.now()
+        launch, first = LaunchEnvironment.now(), training.process_index
         self.store, self.output, self.keep = Store(training.checkpoint_uri), Path(training.output_dir), keep
-        self.is_first, self.timeout_seconds = launch.machine_rank == 0, training.upload_timeout
-        first, self._of = training.process_index, training.world_size
-        self._ranks = range(first, first + launch.local_world_size)
-        self._is_leader = training.local_process_index == 0
+        self.machine, self.machines, self.timeout_seconds = (
+            launch.machine_rank,
+            launch.machines,
+            training.upload_timeout,
+        )
+        self._ranks, self._of = range(first, first + launch.local_world_size), training.world_size
+        self._is_leader, self._is_new = training.local_process_index == 0, False
         self.current = self._newest = self._stored = self._best = self._trouble = ""
-        self._is_new, self._over = False, threading.Event()
-        self._thread: threading.Thread | None = None
-
+        self._content, self._began, self._uploaded = None, 0.0, set()  # type: bytes | None, float, set[str]
+        self._thread = threading.Thread(target=self._work, daemon=True)
         if training.save_on_each_node:
             raise UserError(
                 "--checkpoint_uri with --save_on_each_node",
@@ -53,98 +54,82 @@ class Uploads:
         """Begins, with the newest complete checkpoint here if the store lacks it."""
         newest = completeness.choose(self.output).newest
         self._is_new = newest is None
-        self._over.clear()
         if newest is not None:
             self.offer(newest, None)
+        if self._is_leader and not self._thread.is_alive():
+            self._thread.start()
 
     def offer(self, checkpoint: Path, best: str | None) -> None:
-        """Uploads a checkpoint as soon as the one before it is there."""
+        """Uploads a checkpoint, unless a newer one comes before its turn."""
         if self._is_leader:
             self._newest, self._best = checkpoint.name, best or ""
-            self._thread = threading.Thread(target=self._bring, args=(checkpoint, self._thread), daemon=True)
-            self._thread.start()
 
     def finish(self) -> str:
         """Waits until the newest checkpoint is in the store, but not for ever; returns what is left of it and why."""
-        if self._thread is None:
-            return ""
-        self._thread.join(NOTICED_SECONDS)
-        if self._thread.is_alive() and self.is_first:
+        if self._newest != self._stored and self.machine == 0:
             console.say(f"waiting for uploads, {self.timeout_seconds:g} s at most", style="cyan")
-        self._thread.join(max(self.timeout_seconds - NOTICED_SECONDS, 0))
-        self._over.set()
-        if self._newest != self._stored:
+        if not comes_true(lambda: self._newest == self._stored, self.timeout_seconds):
             return f"{self._newest}: {self._trouble or 'still being uploaded'}"
-        if self.is_first:
+        if self._newest and self.machine == 0:
             completeness.retire(self.output, self.keep, self._best)  # what had to stay until it was there
         return ""
 
-    def _bring(self, checkpoint: Path, earlier: threading.Thread | None) -> None:
-        """Takes one step after the other, again after errors, until a newer checkpoint comes or time is over."""
-        if earlier is not None:
-            earlier.join()
-        self.current, began, pause, steps = checkpoint.name, time.monotonic(), 1.0, self._steps(checkpoint)
-        while steps and self._newest == checkpoint.name and not self._over.is_set():
+    def _work(self) -> None:
+        while True:
+            self.current = self._newest if self._newest != self._stored else ""
             try:
-                steps[0]()
-                steps[:1], pause = [], 1.0
+                if self.current:
+                    self._upload(self.output / self.current)
             except Exception as error:  # each store has its own library, with its own classes
-                if completeness.flaw(checkpoint):
-                    break
-                self._report(checkpoint, error)
-                self._over.wait(pause)
-                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-        if not steps:
-            self._stored = checkpoint.name
-            if self.is_first:
-                took = f"{gb_or_mb(completeness.size_bytes(checkpoint))} in {any_time(time.monotonic() - began)}"
+                earlier, self._trouble = self._trouble, store.reason(error)
+                if self._trouble != earlier and not isinstance(error, BlockingIOError):
+                    what = f"{self.current} can't be uploaded to {self.store.uri}: {self._trouble}"
+                    console.say(f"{what}; training goes on, and so do the tries", style="yellow")
+            time.sleep(PAUSE_SECONDS)
+
+    def _upload(self, checkpoint: Path) -> None:
+        """Uploads the files of this machine, but those that an earlier try has uploaded, until a newer one comes."""
+        content, listed = marker.content_of(checkpoint), marker.listed(checkpoint)
+        if self.store.marker_of(checkpoint.name) != content:
+            if self._content != content:
+                self._begin(checkpoint)
+                self._content, self._began, self._uploaded = content, time.monotonic(), set()
+            for name in (name for rank in self._ranks for name in marker.of_rank(listed, rank, self._of)):
+                if self._newest != checkpoint.name:
+                    return
+                if name not in self._uploaded:
+                    self.store.put(checkpoint, name)
+                    self._uploaded.add(name)
+            self.store.seal(checkpoint, self.machine, self.machines)
+            if self.machine == 0:
+                took = f"{gb_or_mb(completeness.size_bytes(checkpoint))} in {any_time(time.monotonic() - self._began)}"
                 console.say(f"{checkpoint.name} is at {self.store.uri}: {took}", style="cyan")
-        self.current = ""
+        if self.machine == 0:
+            self.store.retire(self.keep, self._best)
+        self._stored = checkpoint.name
 
-    def _steps(self, checkpoint: Path) -> list[Callable[[], Any]]:
-        """The files of this machine; on the first one also the model's description before, and the marker last."""
-        listed = marker.listed(checkpoint)
-        names = [name for rank in self._ranks for name in marker.of_rank(listed, rank, self._of)]
-        steps: list[Callable[[], Any]] = [partial(self.store.put, checkpoint, name) for name in names]
-        if self.is_first:
-            steps = [partial(self.store.describe, self.output), *steps, partial(self.store.seal, checkpoint)]
-            steps.append(lambda: self.store.retire(self.keep, self._best))
-        steps.insert(0, lambda: self._begin(checkpoint, steps))
-        return steps
-
-    def _begin(self, checkpoint: Path, steps: list[Callable[[], Any]]) -> None:
-        if self._is_new and (other := self.store.newest()[0]):
+    def _begin(self, checkpoint: Path) -> None:
+        """Marks a checkpoint as unfinished in the store; the first machine describes the model."""
+        if self._is_new and (other := self.store.newest()):
             raise OSError(f"it holds {other} of another run")
         self._is_new = False
-        if not self.store.begin(checkpoint, self.is_first):
-            steps.clear()
-
-    def _report(self, checkpoint: Path, error: Exception) -> None:
-        trouble = store.reason(error)
-        if trouble != self._trouble and not isinstance(error, BlockingIOError):
-            what = f"{checkpoint.name} can't be uploaded to {self.store.uri}: {trouble}"
-            console.say(f"{what}; training goes on, and so do the tries", style="yellow")
-        self._trouble = trouble
+        self.store.unseal(checkpoint.name)
+        if self.machine == 0:
+            self.store.describe(self.output)
 
 
 def check_unused(training: "TrainingArguments") -> None:
     """Raises a UserError, on all ranks, if the store of a new run holds a run. A store that is down holds up none."""
 
     def check(store: Store) -> None:
-        try:
-            with store.reached():
-                names = store.checkpoints()
-        except UserError as error:
-            console.say(f"{error.what}; training goes on, and checkpoints are uploaded once it answers", style="yellow")
-            return
-        if names:
+        if store.checkpoints():
             raise UserError(
                 f"{store.uri} already holds a run",
                 why="its checkpoints and this run's would be mixed up",
                 fix="--resume_from_checkpoint true to go on with it, or another --checkpoint_uri",
             )
 
-    _on_first(training, check)
+    _on_first(training, check, "training goes on, and checkpoints are uploaded once it answers")
 
 
 def fetch_newer(training: "TrainingArguments") -> None:
@@ -155,43 +140,39 @@ def fetch_newer(training: "TrainingArguments") -> None:
     Raises:
         UserError: nothing is here and the store can't be reached, or the disk is full. Nothing is left of it then.
     """
+    here = completeness.choose(Path(training.output_dir)).newest
 
     def fetch(store: Store) -> None:
-        here = completeness.choose(Path(training.output_dir)).newest
-        try:
-            with store.reached():
-                name = store.newest()[0]
-        except UserError as error:
-            if here is None:
-                raise
-            console.say(f"{error.what}; a newer checkpoint than {here} can't be looked for", style="yellow")
-            return
-        if file_names.step(name) <= (file_names.step(here.name) if here else -1):
+        name = store.newest()
+        if not name or (here and file_names.step(name) <= file_names.step(here.name)):
             return
         console.say(f"fetching {name} from {store.uri}", style="cyan")
-        with store.reached():
-            try:
-                store.get(name, Path(training.output_dir))
-            except Damaged as damaged:
-                console.say(f"skipped: {damaged.what}", style="yellow")
-                store.unseal(name)
-                fetch(store)
+        try:
+            store.get(name, Path(training.output_dir))
+        except Damaged as damaged:
+            console.say(f"skipped: {damaged.what}", style="yellow")
+            store.unseal(name)
+            fetch(store)
 
-    _on_first(training, fetch)
+    _on_first(training, fetch, f"a newer checkpoint than {here} can't be looked for" if here else "")
 
 
-def _on_first(training: "TrainingArguments", action: Callable[[Store], None]) -> None:
-    """Calls `action` on the first rank; if it fails, all raise its error, so that no rank waits for it."""
+def _on_first(training: "TrainingArguments", action: Callable[[Store], None], when_down: str) -> None:
+    """Calls `action` on the first rank; if it fails, all raise its error, so that no rank waits for it.
+
+    `when_down` says what happens if the store can't be reached; empty if that is an error.
+    """
     if not training.checkpoint_uri:
         return
     failed: list[UserError] = []
     if training.process_index == 0:
+        place = Store(training.checkpoint_uri)
         try:
-            action(Store(training.checkpoint_uri))
+            with place.reached():
+                action(place)
         except UserError as error:
-            failed = [error]
-        except OSError as error:
-            what = f"cannot fetch a checkpoint: {error.strerror or error}"
-            failed = [UserError(what, why="there is nothing to resume", fix="free space")]
+            failed = [] if isinstance(error, Unreached) and when_down else [error]
+            if not failed:
+                console.say(f"{error.what}; {when_down}", style="yellow")
     for of_first in gather_object(failed):
         raise of_first

@@ -64,8 +64,8 @@ def test_an_object_outside_of_its_folder_is_not_fetched(
     complete(run, 4)
     find = LocalFileSystem.find
 
-    def find_evil(self: LocalFileSystem, path: str, **options: object) -> object:
-        return {**find(self, path, **options), f"{path}/{name}": {"size": 4}}
+    def find_evil(self: LocalFileSystem, path: str, **options: object) -> list[str]:
+        return [*find(self, path, **options), f"{path}/{name}"]
 
     monkeypatch.setattr(LocalFileSystem, "find", find_evil)
     with pytest.raises(UserError, match="outside of its folder"):

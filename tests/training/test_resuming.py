@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import Metadata
 
-from accel_fsdp.checkpoints import Origin, completeness, discover, file_names, marker, resumed_pickles
+from accel_fsdp.checkpoints import Origin, completeness, discover, file_names, marker, open_checkpoint
 from accel_fsdp.errors import UserError
 from accel_fsdp.training import SftTrainer, loading, resuming
 
@@ -150,7 +150,7 @@ def saved(value: Any) -> bytes:
         ("optimizer_0/.metadata", pickle.dumps, "names posix.mkdir"),
         ("optimizer_0/__1.metadata", pickle.dumps, "names posix.mkdir"),
         ("scheduler.pt", saved, "names posix.mkdir"),
-        ("scheduler.pt", lambda _: b"cut", "scheduler.pt is not a file of torch.save"),
+        ("scheduler.pt", lambda _: b"cut", "scheduler.pt is damaged: not a file of torch.save"),
         ("rng_state_1.pth", lambda _: saved({"cpu": 1})[:-30], "rng_state_1.pth is damaged"),
         ("global_step4/mp_rank_00_model_states.pt", saved, "names posix.mkdir"),
         ("latest", lambda _: b"../other", "outside of its folder"),
@@ -177,7 +177,7 @@ def test_what_a_strangers_checkpoint_names_is_not_run(
         except UserError as error:
             reasons.append(error.why)
     assert any(message in why for why in reasons), reasons
-    refused = resumed_pickles.refusal(folder)
+    refused = open_checkpoint.refusal(folder)
     assert refused is not None
     assert message in refused.what
     assert not (tmp_path / "proof").exists()

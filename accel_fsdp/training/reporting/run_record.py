@@ -11,8 +11,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import atomic_files, errors
-from accel_fsdp.checkpoints import file_names, summary
+from accel_fsdp import atomic_files, errors, untrusted_files
+from accel_fsdp.checkpoints import file_names
 from accel_fsdp.launch_environment import LaunchEnvironment
 
 
@@ -60,7 +60,7 @@ class RunRecord:
 
 def read(folder: Path) -> dict[str, Any]:
     """The record of a run; empty if there is no readable one."""
-    return summary.read_json(folder / file_names.RUN)
+    return untrusted_files.read_json(folder / file_names.RUN)
 
 
 def _device() -> dict[str, Any]:
