@@ -23,7 +23,7 @@ from .store import Damaged as Damaged
 from .store import Store as Store
 from .store import Unreached as Unreached
 from .stored import Stored as Stored
-from .stored import bytes_of as bytes_of
+from .stored import flat as flat
 from .stored import same_bytes as same_bytes
 from .stored import short_name as short_name
 from .tensor_names import LORA as LORA

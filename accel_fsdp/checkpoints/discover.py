@@ -68,7 +68,8 @@ def look(folder: Path) -> CheckpointLocation | None:
 
 def _judged(checkpoint: CheckpointLocation) -> CheckpointLocation:
     """Adds what a checkpoint lacks by its marker or its name."""
-    name, unfinished = checkpoint.folder.name, completeness.unfinished(checkpoint.folder)
+    name, is_foreign = checkpoint.folder.name, checkpoint.kind == "torch.save"
+    unfinished = () if is_foreign else completeness.unfinished(checkpoint.folder)
     if name.startswith(".") and name.endswith(".tmp"):  # left by `replaced_folder` when its process was killed
         unfinished = (*unfinished, completeness.ITS_END)
     missing = {lack.split(" (")[0]: lack for lack in (*checkpoint.missing, *unfinished)}
@@ -313,5 +314,5 @@ def _not_found(path: Path, place: Path) -> UserError:
     return UserError(
         f"{path} holds no checkpoint itself",
         why="it is unclear which of those below it is meant",
-        fix=f"give one of them: {', '.join(map(str, list(near)[:3]))}",
+        fix=f"give {' or '.join(map(str, list(near)[:3]))}",
     )

@@ -29,20 +29,17 @@ def of_folder(folder: Path) -> dict[str, Stored]:
             a tensor that is in none of them.
     """
     names, listed = safetensors_header.model_files(folder)
-    files: dict[str, dict[str, Stored]] = {}
     tensors: dict[str, Stored] = {}
+    files: dict[str, list[str]] = {}
     for file in names or sorted(path.name for path in folder.glob(file_names.MODELS)):
         path = untrusted_files.inside(folder, file, file_names.INDEX)
-        files[file] = of_file(path)
-        for name, tensor in files[file].items():
-            previous = tensors.setdefault(name, tensor)
-            if previous is not tensor and not same_bytes(previous, tensor):
-                other = next(other for other, of in files.items() if name in of)
-                raise broken(path, f"holds a {name} that differs from the one in {other}")
+        for name, tensor in of_file(path).items():
+            if not same_bytes(tensors.setdefault(name, tensor), tensor):
+                raise broken(path, f"holds a {name} that differs from the one in {files[name][0]}")
+            files.setdefault(name, []).append(file)
     for name, file in listed.items():
-        if name not in files[file]:
-            elsewhere = ", while another file does" if name in tensors else ""
-            raise broken(folder / file_names.INDEX, f"lists {name} in {file}, which doesn't hold it{elsewhere}")
+        if file not in files.get(name, ()):
+            raise broken(folder / file_names.INDEX, f"lists {name} in {file}, which doesn't hold it")
     if not tensors:
         raise UserError(
             f"{folder} holds no {file_names.MODELS}",

@@ -86,15 +86,14 @@ def torch_dtype(short: str) -> torch.dtype:
 
 def same_bytes(first: Stored, second: Stored) -> bool:
     """Whether two tensors hold the same bytes."""
-    if (first.shape, first.dtype) != (second.shape, second.dtype):
-        return False
-    return torch.equal(bytes_of(first.load()), bytes_of(second.load()))
+    if first is second or (first.shape, first.dtype) != (second.shape, second.dtype):
+        return first is second
+    return torch.equal(flat(first.load()).view(torch.uint8), flat(second.load()).view(torch.uint8))
 
 
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor's elements in C order; a tensor that is marked as negative or conjugate is resolved."""
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return flat.view(torch.uint8)
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's elements in C order; a tensor that is marked as negative or conjugate is resolved."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
 
 
 def assembled(name: str, shape: tuple[int, ...], dtype: torch.dtype, boxes: Sequence[Box]) -> Stored:

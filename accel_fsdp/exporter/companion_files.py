@@ -61,11 +61,32 @@ class CompanionFiles:
     def settings(self) -> dict[str, Any]:
         return untrusted_files.read_json(self.adapter / file_names.ADAPTER_CONFIG) if self.adapter else {}
 
-    def copy(self, target: Path, dtype: str | None) -> list[str]:
+    def copy(self, target: Path, dtype: str | None, is_adapter: bool = False) -> list[str]:
         """Puts everything but the weights into `target`; links and code are left behind.
 
         Returns what came from the run's folder.
         """
+        if not is_adapter:
+            _write(target / file_names.CONFIG, self._exported_config(dtype))
+        elif self.adapter is not None:
+            settings = self.settings
+            mapping = settings.get("auto_mapping")
+            library = mapping.get("parent_library") if isinstance(mapping, dict) else None
+            if not str(library).startswith(OWN):
+                settings["auto_mapping"] = None  # PEFT would import that module
+            _write(target / file_names.ADAPTER_CONFIG, _without_code(settings))
+        from_run = []
+        for folder in dict.fromkeys((self.folder, *self.others)):
+            patterns = COPIED if folder != self.run else IN_RUN if _is_of_model(folder) else ()
+            for path in (path for pattern in patterns for path in folder.glob(pattern)):
+                copy = target / path.relative_to(folder)
+                if path.exists() and not path.is_dir() and not copy.exists():
+                    copy.parent.mkdir(exist_ok=True)
+                    _copy(path, copy, folder)
+                    from_run += [copy.relative_to(target).as_posix()] if folder == self.run else []
+        return sorted(from_run)
+
+    def _exported_config(self, dtype: str | None) -> dict[str, Any]:
         config = self.config
         if self.trained and config.get("use_cache") is False:
             config.pop("use_cache")  # Trainer turned it off; the model's own default comes back
@@ -74,44 +95,14 @@ class CompanionFiles:
                 part["dtype"] = dtype
         for key in ("torch_dtype", "transformers_weights"):  # they describe the original files
             config.pop(key, None)
-        _write(target / file_names.CONFIG, _without_code(config))
-        return self._copy_files(target)
-
-    def copy_adapter(self, target: Path) -> list[str]:
-        """Puts what belongs to an adapter into `target`; returns what came from the run's folder."""
-        if self.adapter is not None:
-            settings = self.settings
-            mapping = settings.get("auto_mapping")
-            library = mapping.get("parent_library") if isinstance(mapping, dict) else None
-            if not str(library).startswith(OWN):
-                settings["auto_mapping"] = None  # PEFT would import that module
-            _write(target / file_names.ADAPTER_CONFIG, _without_code(settings))
-        return self._copy_files(target)
-
-    def _copy_files(self, target: Path) -> list[str]:
-        copied = []
-        for folder in dict.fromkeys((self.folder, *self.others)):
-            paths = _files_of_run(folder) if folder == self.run else _matching(folder, COPIED)
-            for path in paths:
-                copy = target / path.relative_to(folder)
-                if path.exists() and not path.is_dir() and not copy.exists():
-                    copy.parent.mkdir(exist_ok=True)
-                    _copy(path, copy, folder)
-                    copied += [copy.relative_to(target).as_posix()] if folder == self.run else []
-        return sorted(copied)
+        exported: dict[str, Any] = _without_code(config)
+        return exported
 
 
-def _matching(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
-    return (path for pattern in patterns for path in folder.glob(pattern))
-
-
-def _files_of_run(run: Path) -> Iterator[Path]:
-    """The companion files in a run's folder, if it is also that of a model."""
-    is_model = bool(
-        untrusted_files.read_json(run / file_names.CONFIG).get("model_type")
-        or untrusted_files.read_json(run / file_names.ADAPTER_CONFIG).get("peft_type")
-    )
-    return _matching(run, IN_RUN) if is_model else iter(())
+def _is_of_model(folder: Path) -> bool:
+    """Whether a run's folder, which may be the user's project, is also that of a model."""
+    keys = {file_names.CONFIG: "model_type", file_names.ADAPTER_CONFIG: "peft_type"}
+    return any(untrusted_files.read_json(folder / name).get(key) for name, key in keys.items())
 
 
 def _copy(path: Path, copy: Path, folder: Path) -> None:
@@ -209,11 +200,13 @@ def _base(near: tuple[Path, ...], adapter: Path | None) -> tuple[str, str | None
     return next(trained, None)
 
 
-def _trained_model(account: dict[str, Any]) -> tuple[str, str | None] | None:
-    groups = account.get("arguments") or {}
-    parts = [part for part in (account, groups, *groups.values()) if isinstance(part, dict)]
-    models = [(name, part.get("model_revision")) for part in parts if (name := part.get("model_name_or_path"))]
-    return next(((str(name), str(revision) if revision else None) for name, revision in models), None)
+def _trained_model(record: dict[str, Any]) -> tuple[str, str | None] | None:
+    """The model in a run's `run.json`, and its revision."""
+    groups = record.get("arguments")
+    model = groups.get("model") if isinstance(groups, dict) else None
+    if not isinstance(model, dict) or not (name := model.get("model_name_or_path")):
+        return None
+    return str(name), str(model["model_revision"]) if model.get("model_revision") else None
 
 
 def _no_config(folder: Path) -> UserError:

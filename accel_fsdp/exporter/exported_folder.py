@@ -3,11 +3,12 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from accel_fsdp import atomic_files, models
-from accel_fsdp.checkpoints import DTYPES, file_names, safetensors_header
+from accel_fsdp.checkpoints import DTYPES, ITEM_BYTES, file_names, safetensors_header
 from accel_fsdp.errors import UserError
 from accel_fsdp.units import counted, first_few
 
@@ -23,6 +24,10 @@ class Spec(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: str
+
+    @property
+    def size_bytes(self) -> int:
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 class Rounding(NamedTuple):

@@ -11,6 +11,7 @@ from accel_fsdp.errors import UserError, require
 from accel_fsdp.models import (
     catalogue,
     first_line,
+    kept_in_float32,
     model_class,
     on_meta,
     part_for,
@@ -25,11 +26,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 SHOWN = 3
-BEGINNINGS = frozenset(
+ELSEWHERE = frozenset(
     {
         *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "monteclora_config"),
-        *("megatron_config", "megatron_core", "runtime_config", "auto_mapping"),
-        *("base_model_name_or_path", "revision"),
+        *("megatron_config", "megatron_core", "runtime_config", "auto_mapping", "base_model_name_or_path", "revision"),
     }
 )
 """Settings of an adapter's first weights, and of where its code and its base are."""
@@ -92,28 +92,14 @@ def describe(folder: Path, dtype: "torch.dtype | None" = None) -> Description:
     ties = exported_folder.ties_of(model)
     held = exported_folder.without_tied_copies(model.state_dict(), ties)
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    held = _as_loaded(model, {name: tensor for name, tensor in held.items() if name not in ignored}, dtype)
+    short = str(dtype).removeprefix("torch.")
+    wide = set(kept_in_float32(model, short, buffers=True)) if dtype and dtype.itemsize == 2 else set()
+    held = {name: t.float() if name in wide else t for name, t in held.items() if name not in ignored}
     saved = exported_folder.as_saved(model, held)
     quantised = getattr(model.config, "quantization_config", None) is not None
     buffers = {name for name, _ in model.named_buffers()}
     floating = {name for state in (held, saved) for name, tensor in state.items() if tensor.is_floating_point()}
     return Description(model, held, saved, ties, frozenset() if quantised else frozenset(floating - buffers))
-
-
-def _as_loaded(
-    model: Any, tensors: "dict[str, torch.Tensor]", dtype: "torch.dtype | None"
-) -> "dict[str, torch.Tensor]":
-    """The tensors in the dtypes that `from_pretrained` uses for a model that is loaded in `dtype`."""
-    from transformers.core_model_loading import build_glob_alternation
-
-    plan = model._get_dtype_plan(dtype) if dtype else {}
-    if not plan:
-        return tensors
-    pattern, by_group, _ = build_glob_alternation(list(plan))
-    return {
-        name: tensor.to(plan[by_group[str(match.lastgroup)]]) if (match := pattern.search(name)) else tensor
-        for name, tensor in tensors.items()
-    }
 
 
 def adapted(settings: Mapping[str, Any], base: Path) -> "PeftModel":
@@ -129,7 +115,7 @@ def adapted(settings: Mapping[str, Any], base: Path) -> "PeftModel":
         )
     model = build(base)
     try:
-        config = PeftConfig.from_peft_type(**{key: value for key, value in settings.items() if key not in BEGINNINGS})
+        config = PeftConfig.from_peft_type(**{key: value for key, value in settings.items() if key not in ELSEWHERE})
         asked = getattr(config, "target_parameters", None)
         with torch.device("meta"):
             wrapped = get_peft_model(model, config)

@@ -2,17 +2,17 @@
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from accel_fsdp import __version__, untrusted_files
-from accel_fsdp.checkpoints import discover, file_names, marker, open_checkpoint, safetensors_header
+from accel_fsdp.checkpoints import discover, file_names, marker, open_checkpoint, short_name
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import transformers_probe, writer
-from accel_fsdp.exporter.writer import Progress, Written
+from accel_fsdp.exporter.exported_folder import Spec
+from accel_fsdp.exporter.writer import Written
 from accel_fsdp.units import counted, gb_or_mb
 
 HASH = re.compile(r"[0-9a-f]{32}")
@@ -22,37 +22,39 @@ HASH = re.compile(r"[0-9a-f]{32}")
 class ExportReport:
     """The exported tensors and the checks that they passed; `export.json` in the exported folder.
 
-    `papers`: the hash of each other file except the card, which people edit; empty until the report is saved.
+    `hashes`: those of all files but the card, which people edit; until the report is saved, of the weights alone.
     `non_finite`: the count of NaN or infinite numbers, for the tensors that hold any.
     """
 
     source: str
     kind: str
-    tensors: dict[str, Written]
+    tensors: dict[str, Spec]
     checks: tuple[str, ...]
     seconds: float = 0.0
-    papers: dict[str, str] = field(default_factory=dict)
+    hashes: dict[str, str] = field(default_factory=dict)
     non_finite: dict[str, int] = field(default_factory=dict)
 
     @property
     def size_bytes(self) -> int:
-        return sum(written.size_bytes for written in self.tensors.values())
+        return sum(spec.size_bytes for spec in self.tensors.values())
 
     def proven(self, what: str) -> "ExportReport":
         return replace(self, checks=(*self.checks, what))
 
     def content(self) -> dict[str, Any]:
-        parameters = sum(prod(written.shape) for written in self.tensors.values())
-        totals = {"tensor_count": len(self.tensors), "parameters": parameters, "size_bytes": self.size_bytes}
-        return {"accel_fsdp": __version__, **asdict(self), **totals}
+        tensors = {name: spec._asdict() for name, spec in self.tensors.items()}
+        parameters = sum(prod(spec.shape) for spec in self.tensors.values())
+        totals = {"tensor_count": len(tensors), "parameters": parameters, "size_bytes": self.size_bytes}
+        return {"accel_fsdp": __version__, **asdict(replace(self, tensors={})), "tensors": tensors, **totals}
 
     def save(self, folder: Path) -> None:
-        content = replace(self, papers=_companion_hashes(folder)).content()
+        others = marker.hashes_of(folder, [name for name in _hashed(folder) if name not in self.hashes])
+        content = replace(self, hashes={**self.hashes, **others}).content()
         (folder / file_names.REPORT).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def lines(self) -> list[str]:
         speed = f", {self.seconds:.1f} s" if self.seconds else ""
-        dtypes = ", ".join(sorted({written.dtype for written in self.tensors.values()}))
+        dtypes = ", ".join(sorted({spec.dtype for spec in self.tensors.values()}))
         first = f"{counted(len(self.tensors), 'tensor')}, {gb_or_mb(self.size_bytes)}, {dtypes}{speed}"
         notes = [f"  not finite: {_non_finite(self)}"] if self.non_finite else []
         return [f"verified: {first}", *(f"  {check}" for check in self.checks), *notes]
@@ -61,37 +63,24 @@ class ExportReport:
 def read_report(folder: Path) -> ExportReport | None:
     """The report in an exported folder; None if there is none."""
     content = untrusted_files.read_json(folder / file_names.REPORT)
-    if not content:
+    if not content and not (folder / file_names.REPORT).exists():
         return None
     try:
-        tensors = {str(name): _written_tensor(entry) for name, entry in content["tensors"].items()}
-        hashes = {str(name): str(digest) for name, digest in content["papers"].items()}
-        if not hashes:
-            raise ValueError("no hashes of config and tokenizer")
-        return ExportReport(str(content["source"]), str(content["kind"]), tensors, (), papers=hashes)
+        tensors = {str(name): Spec(tuple(map(int, t["shape"])), t["dtype"]) for name, t in content["tensors"].items()}
+        hashes = {str(name): str(digest) for name, digest in content["hashes"].items()}
+        non_finite = {str(name): int(count) for name, count in content["non_finite"].items()}
+        if not hashes or not all(map(HASH.fullmatch, hashes.values())):
+            raise ValueError("no hashes of its files")
+        return ExportReport(content["source"], content["kind"], tensors, (), hashes=hashes, non_finite=non_finite)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise untrusted_files.broken(folder / file_names.REPORT, "is damaged: no report of an export") from error
 
 
-def _written_tensor(entry: Mapping[str, Any]) -> Written:
-    if not HASH.fullmatch(entry["hash"]):
-        raise ValueError("no hash")
-    return Written(entry["dtype"], tuple(map(int, entry["shape"])), entry["file"], entry["hash"])
-
-
-def _companion_hashes(folder: Path) -> dict[str, str]:
-    """The hash by name of all files except weights and hidden files, which are git's and the hub's."""
-    names = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
-    return marker.hashes_of(
-        folder,
-        [
-            name.as_posix()
-            for name in names
-            if str(name) not in (file_names.REPORT, file_names.CARD)
-            and not any(part.startswith(".") for part in name.parts)
-            and not (len(name.parts) == 1 and name.suffix in file_names.EXPORTED)
-        ],
-    )
+def _hashed(folder: Path) -> list[str]:
+    """The names of all files except report, card and hidden files, which are git's and the hub's."""
+    names = (path.relative_to(folder) for path in marker.files_in(folder))
+    visible = [name.as_posix() for name in names if not any(part.startswith(".") for part in name.parts)]
+    return [name for name in visible if name not in (file_names.REPORT, file_names.CARD)]
 
 
 def _check_links(folder: Path) -> None:
@@ -104,36 +93,21 @@ def _check_links(folder: Path) -> None:
             untrusted_files.check(path, folder)
 
 
-def _check_companions(folder: Path, report: ExportReport) -> ExportReport:
-    hashes = _companion_hashes(folder)
-    missing, extra = report.papers.keys() - hashes.keys(), hashes.keys() - report.papers.keys()
-    changed = (name for name, digest in report.papers.items() if hashes.get(name, digest) != digest)
-    problems = [
-        *(f"{name} is missing" for name in sorted(missing)),
-        *(f"{name} was changed after the export" for name in changed),
-        *(f"{name} was not exported" for name in sorted(extra)),
-    ]
-    if problems:
-        raise UserError(
-            f"{folder} has changed since the export: {'; '.join(problems[: transformers_probe.SHOWN])}",
-            why="users would load another model than the one that was verified, or run what is beside it",
-            fix="restore the files, or export it again: accel-fsdp export SRC OUT --force",
-        )
-    return report.proven(f"{len(hashes)} other files are unchanged")
-
-
-def verify(folder: Path, report: ExportReport, progress: Progress) -> ExportReport:
-    """Reopens all files: names, shapes, dtypes and hashes must be those of the report."""
-    non_finite = writer.reread(folder, report.tensors, progress)
-    hashed_too = ", and the hash of each tensor" if any(written.hash for written in report.tensors.values()) else ""
-    report = replace(report, non_finite=non_finite)
-    return report.proven(f"files reopened: names, shapes, dtypes{hashed_too}")
+def verify(folder: Path, source: str, kind: str, written: Written) -> ExportReport:
+    """Reopens all files: names, shapes, dtypes and hashes must be those that were written."""
+    tensors = {name: Spec(stored.shape, short_name(stored.dtype)) for name, stored in writer.tensors_in(folder).items()}
+    hashes = marker.hashes_of(folder, written.hashes)
+    changed = [str(folder / name) for name, digest in written.hashes.items() if hashes[name] != digest]
+    if changed or tensors != written.tensors:
+        raise untrusted_files.broken(Path(*changed[:1] or [folder]), "doesn't hold what was written")
+    checks = ("files reopened: names, shapes, dtypes, and the hash of each file",)
+    return ExportReport(source, kind, tensors, checks, hashes=hashes, non_finite=written.non_finite)
 
 
 def check_finite(report: ExportReport) -> ExportReport:
     """Adds to the report that all numbers are finite, or raises."""
     if report.non_finite:
-        first = ", ".join(list(report.non_finite)[: transformers_probe.SHOWN])
+        first = ", ".join(sorted(report.non_finite)[: transformers_probe.SHOWN])
         raise UserError(
             f"{_non_finite(report)}: {first}",
             why="training has diverged, or the checkpoint is damaged; a model of such numbers answers nothing",
@@ -152,9 +126,7 @@ def check(folder: Path, by_loading: bool, allow_non_finite: bool = False) -> Exp
     """Verifies an exported folder against its report, if it has one, and on request by loading it."""
     report = read_report(folder)
     _check_links(folder)
-    if report is not None:
-        report = _check_companions(folder, report)
-    report = verify(folder, report or _report_from_headers(folder), lambda _: None)
+    report = _report_of_files(folder) if report is None else _unchanged(folder, report)
     report = report if allow_non_finite else check_finite(report)
     has_config = (folder / file_names.CONFIG).is_file()
     if not has_config and not (folder / file_names.ADAPTER).is_file():
@@ -169,21 +141,40 @@ def check(folder: Path, by_loading: bool, allow_non_finite: bool = False) -> Exp
     return report
 
 
-def _report_from_headers(folder: Path) -> ExportReport:
-    """The report of an export that has none, from its headers."""
+def _unchanged(folder: Path, report: ExportReport) -> ExportReport:
+    kept, hashes = report.hashes, marker.hashes_of(folder, _hashed(folder))
+    problems = [
+        f"{name} was {'not exported' if name not in kept else 'changed after the export'}"
+        if name in hashes
+        else f"{name} is missing"
+        for name in sorted(kept.keys() | hashes.keys())
+        if kept.get(name) != hashes.get(name)
+    ]
+    if problems:
+        raise UserError(
+            f"{folder} has changed since the export: {'; '.join(problems[: transformers_probe.SHOWN])}",
+            why="users would load another model than the one that was verified, or run what is beside it",
+            fix="restore the files, or export it again: accel-fsdp export SRC OUT --force",
+        )
+    return report.proven(f"{counted(len(hashes), 'file is', 'files are')} as exported, by their hashes")
+
+
+def _report_of_files(folder: Path) -> ExportReport:
+    """The report of an export that has none."""
     checkpoint = discover.look(folder) if folder.is_dir() else None
     if checkpoint is not None and checkpoint.refused is not None:
         raise checkpoint.refused
-    if checkpoint is None or checkpoint.kind not in ("safetensors", "adapter") or checkpoint.missing:
+    if checkpoint is None or checkpoint.kind not in discover.EXPORTED or checkpoint.missing:
         missing = f": it lacks {', '.join(checkpoint.missing)}" if checkpoint and checkpoint.missing else ""
         raise UserError(
             f"{folder} is not a complete export{missing}",
             why="there is nothing to verify",
             fix="export it (again): accel-fsdp export SRC OUT",
         )
-    open_checkpoint.read(checkpoint)  # the index and the files agree
-    paths = [path for path in sorted(folder.iterdir()) if path.suffix == file_names.SAFETENSORS]
-    headers = {path.name: safetensors_header.read(path) for path in paths}
-    tensors = {name: Written(t.dtype, t.shape, file, "") for file, of in headers.items() for name, t in of.items()}
+    weights = open_checkpoint.read(checkpoint)  # the index and the files agree
+    tensors = {**weights.tensors, **weights.adapter}
+    counts = {name: sum(map(writer.count_non_finite, writer.blocks(t.load()))) for name, t in tensors.items()}
+    specs = {name: Spec(stored.shape, short_name(stored.dtype)) for name, stored in tensors.items()}
     checks = ("all files there and whole; no report to compare hashes with",)
-    return ExportReport(folder.name, checkpoint.kind, tensors, checks)
+    non_finite = {name: count for name, count in counts.items() if count}
+    return ExportReport(folder.name, checkpoint.kind, specs, checks, non_finite=non_finite)

@@ -1,40 +1,38 @@
-"""Writes tensors to safetensors files, one after another: cast, checked, hashed, written; then reopened and compared.
+"""Writes tensors to safetensors files, one after another: cast, checked, hashed, written.
 
-Memory holds one tensor. A hash is taken of the bytes that are written, and again of those that are read back.
+Memory holds one tensor. The hash of a file is taken of the bytes that are written.
 """
 
-import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
 from accel_fsdp.checkpoints import (
-    ITEM_BYTES,
     Stored,
-    bytes_of,
     file_names,
+    flat,
+    marker,
     safetensors_files,
+    same_bytes,
     saved_files,
     short_name,
 )
 from accel_fsdp.errors import UserError
+from accel_fsdp.exporter.exported_folder import Spec
 from accel_fsdp.untrusted_files import broken
 
 BLOCK_ELEMENTS = 1 << 22
 """The elements that are cast and hashed at a time: they stay in the processor's cache."""
 MOST_AHEAD_BYTES = 1 << 28
 """The largest tensor that is loaded while the one before it is written."""
-READERS = 2
-"""Threads that read the files back."""
 SYNCED_BYTES = 1 << 28
 """The disk is given what was written after so many bytes, so that the last sync is short."""
 LENGTH_BYTES = 8
@@ -51,27 +49,26 @@ class Output:
     source: Stored
 
     @property
+    def spec(self) -> Spec:
+        return Spec(self.source.shape, short_name(self.dtype, self.name))
+
+    @property
     def size_bytes(self) -> int:
         return prod(self.source.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Written:
-    """One tensor of an export, by the name of its dtype in safetensors. `hash`: XXH3-128 of its bytes."""
+    """What was written: the tensors by name, the hash of each file, and the count of numbers that aren't finite."""
 
-    dtype: str
-    shape: tuple[int, ...]
-    file: str
-    hash: str
-
-    @property
-    def size_bytes(self) -> int:
-        return prod(self.shape) * ITEM_BYTES[self.dtype]
+    tensors: dict[str, Spec]
+    hashes: dict[str, str] = field(default_factory=dict)
+    non_finite: dict[str, int] = field(default_factory=dict)
 
 
 def write(
     outputs: Sequence[Output], folder: Path, stem: str, max_shard_size: str | int, progress: Progress, sync: bool
-) -> dict[str, Written]:
+) -> Written:
     """Divides tensors into files as `save_pretrained` does, and writes files and index.
 
     Raises:
@@ -90,43 +87,48 @@ def write(
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / f"{stem}{file_names.INDEX_END}").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    written: dict[str, Written] = {}
+    written = Written({output.name: output.spec for output in outputs})
     for file, names in split.filename_to_tensors.items():
-        written |= _write_file(folder / file, [by_name[name] for name in names], progress, sync)
+        ordered = sorted((by_name[name] for name in names), key=lambda output: -output.dtype.itemsize)  # aligns them
+        written.hashes[file] = _write_file(folder / file, ordered, written.non_finite, progress, sync)
     return written
 
 
-def _write_file(path: Path, outputs: list[Output], progress: Progress, sync: bool) -> dict[str, Written]:
-    """Writes one file, the widest dtypes first so that every tensor is aligned."""
-    ordered = sorted(outputs, key=lambda output: -output.dtype.itemsize)
+def _write_file(
+    path: Path, outputs: Sequence[Output], non_finite: dict[str, int], progress: Progress, sync: bool
+) -> str:
+    """Writes one file, and adds to `non_finite`; returns the file's hash."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for output in ordered:
+    offset, unsynced, digest = 0, 0, marker.hasher()
+    for output in outputs:
         end = offset + output.size_bytes
-        dtype, shape = short_name(output.dtype, output.name), list(output.source.shape)
-        header[output.name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
+        header[output.name] = {"dtype": output.spec.dtype, "shape": output.source.shape, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % LENGTH_BYTES)
-    unsynced = 0
-    digests = {output.name: xxhash.xxh3_128() for output in ordered}
     with path.open("xb", buffering=0) as file:
-        _put(file, len(text).to_bytes(LENGTH_BYTES, "little") + text)
-        for output, part in _parts(ordered):
-            for block in blocks(output, part):
-                digests[output.name].update(block)
-                _put(file, block)
-                progress(len(block))
-                unsynced += len(block)
+
+        def put(content: bytes | memoryview) -> None:
+            digest.update(content)
+            rest = memoryview(content)
+            while rest:  # a write to a disk that is nearly full may be short
+                rest = rest[file.write(rest) or 0 :]
+
+        put(len(text).to_bytes(LENGTH_BYTES, "little") + text)
+        for output, part in _parts(outputs):
+            for block in blocks(part):
+                numbers, count = _cast(block, output)
+                if count:
+                    non_finite[output.name] = non_finite.get(output.name, 0) + count
+                put(numbers.view(torch.uint8).numpy().data)
+                progress(numbers.nbytes)
+                unsynced += numbers.nbytes
                 if sync and unsynced >= SYNCED_BYTES:
                     os.fsync(file.fileno())
                     unsynced = 0
         if sync:
             os.fsync(file.fileno())
-    return {
-        output.name: Written(short_name(output.dtype), output.source.shape, path.name, digests[output.name].hexdigest())
-        for output in ordered
-    }
+    return digest.hexdigest()
 
 
 def _parts(outputs: Sequence[Output]) -> Iterator[tuple[Output, torch.Tensor]]:
@@ -141,42 +143,26 @@ def _parts(outputs: Sequence[Output]) -> Iterator[tuple[Output, torch.Tensor]]:
             yield output, part
 
 
-def _put(file: Any, content: bytes | memoryview) -> None:
-    """Writes all of it: a write to a disk that is nearly full may be short."""
-    rest = memoryview(content)
-    while rest:
-        rest = rest[file.write(rest) :]
+def blocks(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    return torch.split(flat(tensor), BLOCK_ELEMENTS)
 
 
-def blocks(output: Output, tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The bytes of a part of a tensor in its dtype in the file.
+def _cast(block: torch.Tensor, output: Output) -> tuple[torch.Tensor, int]:
+    """A block in its dtype in the file, and how many of its numbers aren't finite.
 
     Raises:
         UserError: it holds numbers that the dtype can't hold.
     """
-    if output.dtype == tensor.dtype:
-        whole = _bytes(bytes_of(tensor))
-        step = BLOCK_ELEMENTS * tensor.element_size()
-        yield from (whole[start : start + step] for start in range(0, len(whole), step))
-        return
-    for part in _blocks_of(tensor):
-        converted = part.to(output.dtype)
-        if output.dtype.is_floating_point and count_non_finite(converted) > count_non_finite(part):
-            raise UserError(
-                f"{output.name} holds numbers beyond {torch.finfo(output.dtype).max:g}, the largest of "
-                f"{str(output.dtype).removeprefix('torch.')}",
-                why="they would be infinite in the export",
-                fix="--dtype float32; if that is it, take an older checkpoint: models compute in float32",
-            )
-        yield _bytes(converted)
-
-
-def _blocks_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    return torch.split(tensor.detach().contiguous().reshape(-1), BLOCK_ELEMENTS) if tensor.numel() else ()
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.view(torch.uint8).numpy().data)
+    converted = block.to(output.dtype)
+    count = count_non_finite(converted)
+    if count and output.dtype != block.dtype and count > count_non_finite(block):
+        raise UserError(
+            f"{output.name} holds numbers beyond {torch.finfo(output.dtype).max:g}, the largest of "
+            f"{str(output.dtype).removeprefix('torch.')}",
+            why="they would be infinite in the export",
+            fix="--dtype float32; if that is it, take an older checkpoint: models compute in float32",
+        )
+    return converted, count
 
 
 def count_non_finite(numbers: torch.Tensor) -> int:
@@ -192,55 +178,27 @@ def count_non_finite(numbers: torch.Tensor) -> int:
     return int((~numbers.isfinite()).sum())
 
 
-def reread(folder: Path, written: Mapping[str, Written], progress: Progress) -> dict[str, int]:
-    """Reopens all files: names, shapes, dtypes and hashes must be those that were written; hashes may be empty.
-
-    Returns:
-        The count of NaN or infinite numbers, for the tensors that hold any.
-    """
+def tensors_in(folder: Path) -> dict[str, Stored]:
+    """The tensors of an exported model or adapter."""
     paths = [path for path in sorted(folder.iterdir()) if path.suffix in file_names.EXPORTED]
-    files = {entry.file for entry in written.values()}
-    if unknown := next((path.name for path in paths if path.name not in files), ""):
-        raise broken(folder, f"holds {unknown}, which was not exported")  # even an empty file may be loaded as weights
-    in_files = {path.name: tensors_in(path) for path in paths}
-
-    def check(name: str) -> int:
-        entry, stored = written[name], in_files.get(written[name].file, {}).pop(name, None)
-        if stored is None or (short_name(stored.dtype), stored.shape) != (entry.dtype, entry.shape):
-            raise broken(folder / entry.file, f"doesn't hold {name} as {entry.dtype} {list(entry.shape)}")
-        digest, tensor, count = xxhash.xxh3_128(), stored.load(), 0
-        for part in _blocks_of(tensor):
-            digest.update(_bytes(part))
-            count += count_non_finite(part)
-            progress(part.nbytes)
-        if entry.hash not in ("", digest.hexdigest()):
-            raise broken(folder / entry.file, f"is damaged: {name} was changed after the export")
-        return count
-
-    with ThreadPoolExecutor(READERS) as pool:
-        counts = pool.map(check, written)
-        non_finite = {name: count for name, count in zip(written, counts, strict=True) if count}
-    if extra := [name for tensors in in_files.values() for name in tensors]:
-        raise broken(folder, f"holds {extra[0]}, which was not exported")
-    return dict(sorted(non_finite.items()))
+    of_files = (safetensors_files.of_file(p) if p.suffix == file_names.SAFETENSORS else _of_pth(p) for p in paths)
+    return {name: stored for of_file in of_files for name, stored in of_file.items()}
 
 
-def tensors_in(path: Path) -> dict[str, Stored]:
-    """The tensors of an exported file."""
-    if path.suffix == file_names.SAFETENSORS:
-        return safetensors_files.of_file(path)
+def _of_pth(path: Path) -> dict[str, Stored]:
     return {keys[-1]: stored for keys, stored in saved_files.tensors(path).items()}
 
 
-def as_pth(folder: Path, written: Mapping[str, Written], sync: bool) -> dict[str, Written]:
+def as_pth(folder: Path, written: Written, sync: bool) -> Written:
     """Replaces the files by one for `torch.load`, which torch writes from the mapped tensors."""
-    places = {entry.file: safetensors_files.of_file(folder / entry.file) for entry in written.values()}
-    path = folder / file_names.TORCH_MODEL
+    tensors, path = tensors_in(folder), folder / file_names.TORCH_MODEL
     with path.open("xb") as file:
-        torch.save({name: places[entry.file][name].load() for name, entry in written.items()}, file)
+        torch.save({name: tensors[name].load() for name in written.tensors}, file)
         if sync:
             os.fsync(file.fileno())
-    for name in (*places, *(index.name for index in folder.glob(f"*{file_names.INDEX_END}"))):
-        with contextlib.suppress(FileNotFoundError):
-            (folder / name).unlink()
-    return {name: Written(entry.dtype, entry.shape, path.name, entry.hash) for name, entry in written.items()}
+    saved = _of_pth(path)
+    if changed := [name for name, tensor in tensors.items() if not same_bytes(tensor, saved[name])]:
+        raise broken(path, f"is damaged: {changed[0]} differs from what was written")
+    for name in (*written.hashes, *(index.name for index in folder.glob(f"*{file_names.INDEX_END}"))):
+        (folder / name).unlink()
+    return Written(written.tensors, marker.hashes_of(folder, [path.name]), written.non_finite)

@@ -22,13 +22,14 @@ def persistent_buffers(model: "nn.Module") -> int:
     return len(model.state_dict().keys() & {name for name, _ in model.named_buffers()})
 
 
-def kept_in_float32(model: "nn.Module", dtype: str) -> list[str]:
+def kept_in_float32(model: "nn.Module", dtype: str, buffers: bool = False) -> list[str]:
     """The parameters that transformers keeps in float32 when a model is loaded in `dtype`, a 16-bit one."""
     kinds = ("_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if dtype == "float16" else []))
     patterns = [pattern for kind in kinds for pattern in getattr(model, kind, None) or ()]
     globs = (re.escape(pattern).replace(r"\*", ".*") for pattern in patterns)
     globbed = [re.compile(rf"(^|\.){glob}(\.|$)") for glob in globs]
-    return [name for name, _ in model.named_parameters() if any(pattern.search(name) for pattern in globbed)]
+    names = model.state_dict() if buffers else dict(model.named_parameters())
+    return [name for name in names if any(pattern.search(name) for pattern in globbed)]
 
 
 def expert_classes(model: "nn.Module") -> frozenset[str]:

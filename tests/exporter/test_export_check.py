@@ -42,9 +42,9 @@ BROKEN: dict[str, Callable[[str], str]] = {
     "a list": lambda text: "[]",
     "without tensors": rewritten(lambda report: {"source": "x", "kind": "y"}),
     "odd shapes": rewritten(lambda report: report["tensors"][NAME].update(shape=["x"])),
-    "a hash that is none": rewritten(lambda report: report["tensors"][NAME].update(hash="")),
-    "without hashes of companion files": rewritten(lambda report: report.update(papers={})),
-    "without companion files": rewritten(lambda report: {key: report[key] for key in report if key != "papers"}),
+    "a hash that is none": rewritten(lambda report: report["hashes"].update({"model.safetensors": ""})),
+    "without hashes": rewritten(lambda report: report.update(hashes={})),
+    "without files": rewritten(lambda report: {key: report[key] for key in report if key != "hashes"}),
     "an endless shape": rewritten(lambda report: report["tensors"][NAME].update(shape=[math.inf])),
 }
 
