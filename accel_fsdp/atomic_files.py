@@ -1,7 +1,6 @@
 """Writes files and folders completely or not at all: beside the target, then synced and renamed."""
 
 import contextlib
-import errno
 import os
 import shutil
 import stat
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel_fsdp.errors import UserError
-from accel_fsdp.untrusted_files import WITHOUT_WAITING
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -32,7 +30,7 @@ def write_text(path: Path, text: str) -> None:
     """
     try:
         if _is_stream(path):
-            _send(path, text)
+            path.write_text(text, encoding="utf-8")
             return
         path = path.resolve()
         mode, newline = _mode_and_newline(path)
@@ -67,23 +65,14 @@ def _mode(path: Path) -> int:
         return os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
         return 0
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        raise _cannot_write(path, error) from error
 
 
 def _is_stream(path: Path) -> bool:
     """Whether `path` is a character device, such as a terminal or /dev/null, or a pipe: neither can be replaced."""
     mode = _mode(path)
     return stat.S_ISCHR(mode) or stat.S_ISFIFO(mode)
-
-
-def _send(path: Path, text: str) -> None:
-    try:
-        descriptor = os.open(path, os.O_WRONLY | WITHOUT_WAITING)
-    except OSError as error:
-        raise OSError(error.errno, "no process reads from the pipe") if error.errno == errno.ENXIO else error from error
-    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-        if WITHOUT_WAITING:
-            os.set_blocking(descriptor, True)
-        stream.write(text)
 
 
 def _mode_and_newline(path: Path) -> tuple[int, str]:
@@ -97,22 +86,13 @@ def _mode_and_newline(path: Path) -> tuple[int, str]:
     return stat.S_IMODE(mode), "\r\n" if is_windows else "\n"
 
 
-def default_config() -> Path:
-    """Where `accelerate launch` looks without `--config_file`, as accelerate.commands.config.config_args has it."""
-    cache = os.environ.get("HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"))
-    return Path(cache).expanduser() / "accelerate" / "default_config.yaml"
-
-
 def is_taken(path: Path) -> bool:
     """Whether writing `path` would replace something; a device or a pipe isn't replaced.
 
     Raises:
         UserError: `path` can't be examined, for example without permission, or because its name is too long.
     """
-    try:
-        return _mode(path) != 0 and not _is_stream(path)
-    except OSError as error:
-        raise _cannot_write(path, error) from error
+    return _mode(path) != 0 and not _is_stream(path)
 
 
 def refuse_existing(
@@ -125,8 +105,6 @@ def refuse_existing(
     """
     if not is_taken(path):
         return
-    if path == Path():  # what an empty name becomes
-        raise UserError(f"{flag} is empty, or .", why="that names no file", fix=f"{flag} FILE")
     if path.is_dir():
         raise UserError(f"{path} is a folder", why=f"{flag} takes the file to write", fix=f"{flag} {path}/NAME")
     raise UserError(f"{path} exists", why=why, fix=f"add {allow}, or choose another {flag} FILE")
@@ -154,8 +132,7 @@ def replaced_folder(target: Path, sync: bool = True) -> Iterator[Path]:
     """
     temporary, old = (target.with_name(f".{target.name}.{end}") for end in ("tmp", "old"))
     target.parent.mkdir(parents=True, exist_ok=True)
-    busy = f"another process is writing {target}"
-    lock = _lock(target.with_name(f".{target.name}.lock"), busy, "both would write the same folder", "wait for its end")
+    lock = _lock(target.with_name(f".{target.name}.lock"), f"another process is writing {target}", "wait for its end")
     try:
         if old.exists() and not target.exists():
             os.replace(old, target)
@@ -176,7 +153,7 @@ def replaced_folder(target: Path, sync: bool = True) -> Iterator[Path]:
         lock.release()
 
 
-def _lock(path: Path, busy: str, why: str, fix: str) -> "FileLock":
+def _lock(path: Path, busy: str, fix: str) -> "FileLock":
     """Locks a file for this process; the system drops the lock when the process ends."""
     from filelock import FileLock, Timeout
 
@@ -185,19 +162,15 @@ def _lock(path: Path, busy: str, why: str, fix: str) -> "FileLock":
         lock.acquire(timeout=0)
     except Timeout as error:
         check_writable(path.parent)  # otherwise the lock isn't held: no file can be created
-        raise UserError(busy, why=why, fix=fix) from error
+        raise UserError(busy, why="two would write the same files", fix=fix) from error
     return lock
 
 
 def only_run(folder: Path) -> "FileLock":
     """Locks `folder` for this process, so that two runs can't write their checkpoints and exports over one another."""
     folder.mkdir(parents=True, exist_ok=True)
-    return _lock(
-        folder / RUN_LOCK,
-        f"another run is writing to {folder}",
-        why="the checkpoints of two runs would be mixed up",
-        fix="wait until it has ended, or choose another --output_dir",
-    )
+    fix = "wait until it has ended, or choose another --output_dir"
+    return _lock(folder / RUN_LOCK, f"another run is writing to {folder}", fix)
 
 
 def sync_folder(folder: Path) -> None:

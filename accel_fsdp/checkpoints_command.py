@@ -12,7 +12,7 @@ from accel_fsdp import atomic_files, console
 from accel_fsdp.checkpoints import completeness, discover, file_names, marker
 from accel_fsdp.command_line import arg, positional
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
-from accel_fsdp.units import counted, gb_or_mb, listed
+from accel_fsdp.units import counted, gb_or_mb
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,18 @@ def show(command: CheckpointsCommand) -> int:
     found = checkpoints(command.run)
     if not found:
         raise _nothing(command.run)
+    chosen = found
     if command.delete is not None:
-        return _delete(command, found, _of_steps(command.run, found, command.delete.split(",")))
-    _put_table(found, command.json)
+        chosen = _of_steps(command.run, found, command.delete.split(","))
+        _delete(command, found, chosen)
+    if command.json:
+        rows = [{"complete": not item.why, **asdict(item), "written": item.written.isoformat()} for item in chosen]
+        console.put(json.dumps(rows, indent=2, default=str), lines=True)
+    elif command.delete is None:
+        _put_table(found)
+    else:
+        for item in chosen:
+            console.put(f"{'would be deleted' if command.dry_run else 'deleted'}: {item.folder}")
     return 0
 
 
@@ -73,7 +82,9 @@ def _listed(folder: Path) -> Listed:
     location = discover.look(folder)
     try:
         origin = marker.origin_of(folder)
-        why = completeness.flaw(folder) or _lacking(folder)
+        why = completeness.flaw(folder)
+        if not why and not any(folder.glob(f"{file_names.RANDOM_STATES}_*")):  # of a loop with Accelerate
+            why = "; ".join(f"lacks {part}" for part in completeness.lacking_to_resume(folder))
     except UserError as error:
         origin, why = None, error.what.removeprefix(f"{folder}/")
     stats = [path.stat() for path in marker.files_in(folder)]
@@ -96,13 +107,6 @@ def _losses(folder: Path) -> tuple[float | None, float | None]:
     losses = [(entry["step"], entry["loss"]) for entry in log if "loss" in entry and entry["step"] <= step]
     held_out = [entry["eval_loss"] for entry in log if "eval_loss" in entry and entry["step"] == step]
     return max(losses)[1] if losses else None, held_out[-1] if held_out else None
-
-
-def _lacking(folder: Path) -> str:
-    if any(folder.glob(f"{file_names.RANDOM_STATES}_*")):
-        return ""  # what a loop with Accelerate resumes is its own affair
-    absent = completeness.lacking_to_resume(folder)
-    return f"lacks {listed(absent, 'and')}" if absent else ""
 
 
 def _nothing(run: Path) -> UserError:
@@ -131,7 +135,7 @@ def _of_steps(run: Path, found: list[Listed], steps: Sequence[str]) -> list[List
     return [item for step, item in known.items() if step in steps]
 
 
-def _delete(command: CheckpointsCommand, found: list[Listed], chosen: list[Listed]) -> int:
+def _delete(command: CheckpointsCommand, found: list[Listed], chosen: list[Listed]) -> None:
     if not any(not item.why for item in found if item not in chosen) and any(not item.why for item in chosen):
         newest = next(item.folder for item in found if item.is_newest)
         raise UserError(
@@ -139,26 +143,16 @@ def _delete(command: CheckpointsCommand, found: list[Listed], chosen: list[Liste
             why="nothing to resume from or to export; nothing was deleted",
             fix=f"leave out {newest.name}; or delete the folder itself: rm -r {newest}",
         )
-    size = gb_or_mb(sum(item.size_bytes for item in chosen))
     if not command.dry_run:
         with ExitStack() as stack:
             if any(item.why for item in chosen) and (command.run / atomic_files.RUN_LOCK).exists():
                 stack.callback(atomic_files.only_run(command.run).release)  # a run may be writing it
             for item in chosen:
                 completeness.delete(item.folder)
-    if command.json:
-        _put_json(chosen)
-    else:
-        for item in chosen:
-            console.put(f"{'would be deleted' if command.dry_run else 'deleted'}: {item.folder}")
-    console.say(f"{counted(len(chosen), 'checkpoint')}, {size}", style="cyan")
-    return 0
+    console.say(f"{counted(len(chosen), 'checkpoint')}, {gb_or_mb(sum(i.size_bytes for i in chosen))}", style="cyan")
 
 
-def _put_table(found: list[Listed], as_json: bool) -> None:
-    if as_json:
-        _put_json(found)
-        return
+def _put_table(found: list[Listed]) -> None:
     rows = [
         (
             str(item.step),
@@ -174,11 +168,6 @@ def _put_table(found: list[Listed], as_json: bool) -> None:
     ]
     titles = ("step", "state", "engine", "size", "written", "loss", "held-out loss", "folder")
     console.show_table(titles, rows, ["yellow" if item.why else "" for item in found], whole=True)
-
-
-def _put_json(found: list[Listed]) -> None:
-    rows = [{"complete": not item.why, **asdict(item), "written": item.written.isoformat()} for item in found]
-    console.put(json.dumps(rows, indent=2, default=str), lines=True)
 
 
 def _loss(loss: float | None) -> str:

@@ -2,9 +2,7 @@
 
 A file may be a link to another place of its folder, but not out of it: an untrusted folder must not point to the user's
 other files. The only exception is the layout of huggingface_hub's cache. The folder itself may be a link, because the
-user named it. Only plain files are opened: pipes and devices may have no end. Each function ends in one of three ways:
-the content, None (or FileNotFoundError) where there is no such file, and a `UserError` that says whether the file can't
-be read or is damaged.
+user named it. Only plain files are opened: pipes and devices may have no end.
 """
 
 import json
@@ -17,9 +15,6 @@ from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
 from accel_fsdp.errors import UserError
-
-WITHOUT_WAITING = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
-"""The flags by which a pipe without another end doesn't block; 0 on Windows, which has neither."""
 
 
 @contextmanager
@@ -77,14 +72,20 @@ def check_folder(folder: Path, within: Path) -> None:
         _place(folder, within)
 
 
+def is_inside(name: str) -> bool:
+    """Whether the name of a file stays inside of the folder that it is relative to."""
+    path = PurePath(name)
+    return not path.is_absolute() and ".." not in path.parts and "\0" not in name and path != PurePath()
+
+
 def inside(folder: Path, name: str, index: str) -> Path:
     """The path of a file that the `index` of a folder names.
 
     Raises:
         UserError: the name leads elsewhere, by its parts or through a link.
     """
-    path, parts = folder / name, PurePath(name).parts
-    if PurePath(name).is_absolute() or ".." in parts or "\0" in name or not parts:
+    path = folder / name
+    if not is_inside(name):
         raise UserError(
             f"{folder / index} points to {name[:200]!r}, outside of its folder",
             why="a checkpoint doesn't belong there; nothing was read",

@@ -96,18 +96,6 @@ WRITERS: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("command", WRITERS)
-def test_a_pipe_that_nobody_reads_stays_one(command: str, tmp_path: Path) -> None:
-    """A rename would put a file in its place, as in that of /dev/null."""
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    refused = accel_fsdp(*WRITERS[command], pipe)
-    assert refused.code == 1
-    assert f"cannot write {pipe}: no process reads from the pipe" in refused.output
-    assert pipe.is_fifo()
-    assert list(tmp_path.iterdir()) == [pipe]
-
-
 def test_a_pipe_takes_the_text_and_needs_no_force(tmp_path: Path) -> None:
     pipe, texts = tmp_path / "pipe", list[str]()
     os.mkfifo(pipe)
@@ -217,7 +205,7 @@ def test_a_stdout_that_takes_no_more(words: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("output", "message"), [("", "-o is empty, or ."), ("{folder}", "{folder} is a folder"), ("-", "")]
+    ("output", "message"), [("", ". is a folder"), ("{folder}", "{folder} is a folder"), ("-", "")]
 )
 def test_an_output_that_is_no_file(output: str, message: str, tmp_path: Path) -> None:
     finished = accel_fsdp("config", "--yes", *CATALOGUED, "-o", output.format(folder=tmp_path))

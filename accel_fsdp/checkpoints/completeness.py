@@ -21,6 +21,10 @@ from accel_fsdp import atomic_files, untrusted_files
 from accel_fsdp.checkpoints import deepspeed_files, file_names, marker
 from accel_fsdp.errors import UserError
 
+ITS_END = "its end"
+"""The missing part of a checkpoint whose run ended while it was written."""
+ASIDE = f".{file_names.CHECKPOINT}*.old"
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -71,7 +75,7 @@ def put_back(run: Path) -> None:
 
     Such a run was writing the same step again, or had just begun to delete it.
     """
-    for aside in run.glob(f".{file_names.CHECKPOINT}*.old"):
+    for aside in run.glob(ASIDE):
         _put_back(run / aside.stem[1:])
 
 
@@ -83,12 +87,8 @@ def _put_back(checkpoint: Path) -> None:
     _remove(aside)
 
 
-ITS_END = "its end"
-"""The missing part of a checkpoint whose run ended while it was written."""
-
-
-def lacking(checkpoint: Path, needed: Callable[[str], bool] = bool) -> dict[str, int] | None:
-    """The `needed` files that are missing or have another size than in the marker, with the marker's size.
+def lacking(checkpoint: Path, needed: Callable[[str], bool] = bool) -> dict[str, str] | None:
+    """The `needed` files that are missing or have another size than in the marker, each with its bytes as text.
 
     None without a marker. Resume, deletion, export and the linter all judge a marked checkpoint by this function.
     """
@@ -96,25 +96,36 @@ def lacking(checkpoint: Path, needed: Callable[[str], bool] = bool) -> dict[str,
     if written is None:
         return None
     if not written.complete:
-        return {ITS_END: 0}
-    return {name: size for name, size in written.sizes.items() if needed(name) and _size(checkpoint / name) != size}
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else -1
-
-
-def _bytes_of(path: Path, size: int) -> str:
-    """The bytes that a file should have, and those that it has."""
-    return f"has {_size(path):,} of {size:,} bytes" if path.is_file() else f"{size:,} bytes"
+        return {ITS_END: ""}
+    lacks = {}
+    for name, size in written.sizes.items():
+        there = (checkpoint / name).stat().st_size if (checkpoint / name).is_file() else -1
+        if needed(name) and there != size:
+            lacks[name] = f"{size:,} bytes" if there < 0 else f"has {there:,} of {size:,} bytes"
+    return lacks
 
 
 def flaw(checkpoint: Path) -> str:
     """Why a checkpoint is half-written or damaged, judged by sizes; empty if it is complete."""
     try:
-        return _flaw(checkpoint)
+        lacks = lacking(checkpoint)
     except UserError as error:
         return error.what.removeprefix(f"{checkpoint}/")
+    if lacks is None:
+        return _flaw_without_marker(checkpoint)
+    for name, what in lacks.items():
+        if name == ITS_END:
+            return "its run ended while it was written"
+        return f"{Path(name).name} {what if what.startswith('has') else 'is missing'}"
+    return ""
+
+
+def _flaw_without_marker(checkpoint: Path) -> str:
+    if not _trainer_state(checkpoint):
+        return f"{file_names.TRAINER_STATE}, which Trainer writes last, is missing or damaged"
+    sharded = (checkpoint / file_names.SHARDED_MODEL, checkpoint / file_names.SHARDED_OPTIMIZER)
+    incomplete = [path.name for path in sharded if path.is_dir() and not is_whole_dcp(path)]
+    return f"{incomplete[0]}/{file_names.DCP_METADATA} is missing" if incomplete else ""
 
 
 def unfinished(folder: Path) -> tuple[str, ...]:
@@ -123,14 +134,12 @@ def unfinished(folder: Path) -> tuple[str, ...]:
     The optimizer may be deleted. A folder with weights alone passes: it may come from any program.
     """
     try:
-        missing = lacking(folder, file_names.is_exported)
+        lacks = lacking(folder, file_names.is_exported)
     except UserError as error:
         return (f"a marker that can be read: {error.what}",)
-    if missing is not None:
-        return tuple(
-            name if name == ITS_END else f"{name} ({_bytes_of(folder / name, size)})" for name, size in missing.items()
-        )
-    return (file_names.TRAINER_STATE,) if _is_of_trainer(folder) and not has_trainer_state(folder) else ()
+    if lacks is not None:
+        return tuple(f"{name} ({what})" if what else name for name, what in lacks.items())
+    return (file_names.TRAINER_STATE,) if _is_of_trainer(folder) and not _trainer_state(folder) else ()
 
 
 def _is_of_trainer(folder: Path) -> bool:
@@ -180,20 +189,9 @@ def is_whole_dcp(folder: Path) -> bool:
     return (folder / file_names.DCP_METADATA).is_file()
 
 
-def has_trainer_state(checkpoint: Path) -> bool:
-    """Whether the file that Trainer writes last can be read: after an early end it is missing, cut short or empty."""
-    try:
-        return bool(_trainer_state(checkpoint))
-    except UserError:
-        return False
-
-
 def logged(checkpoint: Path) -> list[dict[str, Any]]:
     """What Trainer logged up to a checkpoint: entries with their `step`; empty where it can't be read."""
-    try:
-        log = _trainer_state(checkpoint).get("log_history")
-    except UserError:
-        return []
+    log = _trainer_state(checkpoint).get("log_history")
     entries = log if isinstance(log, list) else []
     return [entry for entry in entries if isinstance(entry, dict) and type(entry.get("step")) is int]
 
@@ -205,28 +203,11 @@ def step_of(checkpoint: Path) -> int:
 
 
 def _trainer_state(checkpoint: Path) -> dict[str, Any]:
-    return untrusted_files.read_json(checkpoint / file_names.TRAINER_STATE)
-
-
-def _flaw(checkpoint: Path) -> str:
-    absent = lacking(checkpoint)
-    if absent is not None:
-        return next((_size_flaw(checkpoint / name, size) for name, size in absent.items()), "")
-    if not _trainer_state(checkpoint):
-        return f"{file_names.TRAINER_STATE}, which Trainer writes last, is missing or empty"
-    sharded = (
-        checkpoint / name
-        for name in (file_names.SHARDED_MODEL, file_names.SHARDED_OPTIMIZER)
-        if (checkpoint / name).is_dir()
-    )
-    incomplete = [path.name for path in sharded if not is_whole_dcp(path)]
-    return f"{incomplete[0]}/{file_names.DCP_METADATA} is missing" if incomplete else ""
-
-
-def _size_flaw(path: Path, size: int) -> str:
-    if path.name == ITS_END:
-        return "its run ended while it was written"
-    return f"{path.name} {_bytes_of(path, size)}" if path.is_file() else f"{path.name} is missing"
+    """The file that Trainer writes last; empty if it is missing, cut short or empty, as after an early end."""
+    try:
+        return untrusted_files.read_json(checkpoint / file_names.TRAINER_STATE)
+    except UserError:
+        return {}
 
 
 def choose(run: Path, among: Sequence[Path] | None = None, flaw_of: Callable[[Path], str] = flaw) -> Choice:
@@ -252,7 +233,7 @@ def retire(run: Path, keep: int | None, best: str | None, spared: str = "") -> N
     The `best` one stays, and counts; the `spared` one stays too. Nothing is deleted without `keep`, or if none is
     complete.
     """
-    for old in run.glob(f".{file_names.CHECKPOINT}*.old"):
+    for old in run.glob(ASIDE):
         if not (run / old.stem[1:]).exists() and flaw(old):  # left by a run that was killed during a deletion
             _remove(old)
     names = [path.name for path in file_names.checkpoints(run)]

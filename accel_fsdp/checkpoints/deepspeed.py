@@ -6,7 +6,7 @@ padded to equal lengths, and a rank's parts follow one after another in its flat
 same layout.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,8 +108,13 @@ def _partitioned(first: dict[str, Any], optimizer: list[SavedFile], stage: int, 
 
     def placed(keys: list[tuple[Any, ...]]) -> dict[str, Stored]:
         ranks = [[Span.whole(file, (STATE, *of_group)) for of_group in keys] for file in optimizer]
-        paddings = state.get("param_alignment_paddings")
-        return _stage3(first, ranks) if stage == 3 else _stage2(first, ranks, paddings)
+        if stage == 3:
+            return _laid_out([item for shapes in first["param_shapes"] for item in shapes.items()], ranks)
+        tensors: dict[str, Stored] = {}
+        for group, shapes in enumerate(first["param_shapes"]):
+            paddings = (state.get("param_alignment_paddings") or {group: ()})[group]
+            tensors |= _laid_out(list(shapes.items()), [[groups[group] for groups in ranks]], paddings)
+        return tensors
 
     paths: Paths = {(name,): tensor for name, tensor in placed([(flat, group) for group in groups]).items()}
     moments = state[inner]["state"] if optimizer_too and isinstance(state.get(inner), dict) else {}
@@ -144,26 +149,20 @@ def groups(folder: Path) -> list[tuple[list[str], dict[str, Any], dict[str, Any]
         raise _not_laid_out(folder, error) from error
 
 
-def _stage2(first: dict[str, Any], ranks: list[list[Span]], paddings: Any) -> dict[str, Stored]:
-    tensors: dict[str, Stored] = {}
-    for group, shapes in enumerate(first["param_shapes"]):
-        parts = [groups[group] for groups in ranks]
-        at = 0
-        for number, (name, shape) in enumerate(shapes.items()):
-            tensors[name] = _joined(name, shape, cut_spans(parts, at, at + prod(shape)))
-            at += prod(shape) + (paddings[group][number] if paddings else 0)
-    return tensors
+def _laid_out(
+    shapes: Sequence[tuple[str, Iterable[int]]], vectors: list[list[Span]], paddings: Sequence[int] = ()
+) -> dict[str, Stored]:
+    """Tensors that follow one another in vectors, each cut into equal parts, one in each vector.
 
-
-def _stage3(first: dict[str, Any], ranks: list[list[Span]]) -> dict[str, Stored]:
+    Those of ZeRO-3 are the ranks'; ZeRO-1 and 2 have one, which is laid end to end over the ranks.
+    """
     offset = 0
     tensors: dict[str, Stored] = {}
-    for shapes in first["param_shapes"]:
-        for name, shape in shapes.items():
-            share = -(-prod(shape) // len(ranks))
-            spans = [span for groups in ranks for span in cut_spans(groups, offset, offset + share)]
-            tensors[name] = _joined(name, shape, spans)
-            offset += share
+    for number, (name, shape) in enumerate(shapes):
+        share = -(-prod(shape) // len(vectors))
+        spans = [span for vector in vectors for span in cut_spans(vector, offset, offset + share)]
+        tensors[name] = _joined(name, shape, spans)
+        offset += share + (paddings[number] if paddings else 0)
     return tensors
 
 

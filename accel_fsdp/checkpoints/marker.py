@@ -71,13 +71,8 @@ def parsed(text: bytes, path: Path) -> Marker:
 def _is_list(value_by_name: Any, kind: type) -> bool:
     """Whether `value_by_name` maps names of files inside the folder to values of `kind`."""
     return isinstance(value_by_name, dict) and all(
-        type(value) is kind and is_inside(name) for name, value in value_by_name.items()
+        type(value) is kind and untrusted_files.is_inside(name) for name, value in value_by_name.items()
     )
-
-
-def is_inside(name: str) -> bool:
-    """Whether the name of a file stays inside of the folder that it is relative to."""
-    return not Path(name).is_absolute() and ".." not in Path(name).parts and "\0" not in name
 
 
 def _origin(path: Path, content: Any) -> Origin | None:

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from accel_fsdp import atomic_files, console, disks
+from accel_fsdp import atomic_files, console, disks, untrusted_files
 from accel_fsdp.checkpoints import completeness, file_names, marker
 from accel_fsdp.errors import UsageError, UserError, did_you_mean, one_line
 
@@ -98,7 +98,7 @@ class Store:
         self.files.invalidate_cache()
         start = len(self.files._strip_protocol(root)) + 1
         names = [path[start:] for path in self.files.find(root) if len(path) > start]
-        if outside := next((name for name in names if not marker.is_inside(name)), None):
+        if outside := next((name for name in names if not untrusted_files.is_inside(name)), None):
             raise UserError(
                 f"{self.uri} holds an object named {outside!r}, outside of its folder",
                 why="a checkpoint doesn't belong there; nothing was fetched",

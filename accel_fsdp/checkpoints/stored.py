@@ -4,7 +4,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -24,12 +23,11 @@ MOST_CUTS = 8
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """`load` returns the whole tensor. `in_parts` loads parts of it, each of whole rows, one after another."""
+    """`load` reads the tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     load: Callable[[], torch.Tensor]
-    in_parts: tuple[Callable[[], torch.Tensor], ...] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -120,9 +118,7 @@ def assembled(name: str, shape: tuple[int, ...], dtype: torch.dtype, boxes: Sequ
             whole[place] = checked(box)
         return whole
 
-    has_rows = len(boxes) > 1 and all(box.sizes[1:] == shape[1:] for box in boxes)
-    ordered = sorted(boxes, key=lambda box: box.offsets) if has_rows else ()
-    return Stored(shape, dtype, load, tuple(partial(checked, box) for box in ordered))
+    return Stored(shape, dtype, load)
 
 
 def _fill_exactly(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:

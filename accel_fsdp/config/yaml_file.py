@@ -13,7 +13,6 @@ from accel_fsdp.config import yaml_checks
 from accel_fsdp.config.job_config import JobConfig, Place
 from accel_fsdp.errors import UsageError
 from accel_fsdp.units import MIB, gib_or_mib
-from accel_fsdp.untrusted_files import WITHOUT_WAITING
 
 if TYPE_CHECKING:
     from ruamel.yaml import YAML
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
 
 STDIN = "-"
 """The name under which a command reads its standard input."""
+WITHOUT_WAITING = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+"""The flags by which a pipe without another end doesn't block; 0 on Windows, which has neither."""
 LARGEST = MIB
 """Bytes of a YAML; ruamel.yaml needs a minute for ten times as many."""
 

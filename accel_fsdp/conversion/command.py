@@ -109,7 +109,7 @@ def _check(checkpoint: CheckpointLocation) -> None:
         raise refused
     if any(folder.glob(f"{file_names.SCALER}*")):
         raise deepspeed_files.scaled(folder)
-    has_step = completeness.has_trainer_state(folder) and completeness.step_of(folder) > 0
+    has_step = completeness.step_of(folder) > 0
     if not has_step or not (folder / file_names.SCHEDULER).is_file():
         raise UserError(
             f"{folder} has no {file_names.SCHEDULER if has_step else file_names.TRAINER_STATE} that can be read",

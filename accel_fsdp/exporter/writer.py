@@ -115,8 +115,8 @@ def _write_file(
                 rest = rest[file.write(rest) or 0 :]
 
         put(len(text).to_bytes(LENGTH_BYTES, "little") + text)
-        for output, part in _parts(outputs):
-            for block in blocks(part):
+        for output, tensor in _loaded(outputs):
+            for block in blocks(tensor):
                 numbers, count = _cast(block, output)
                 if count:
                     non_finite[output.name] = non_finite.get(output.name, 0) + count
@@ -131,16 +131,15 @@ def _write_file(
     return digest.hexdigest()
 
 
-def _parts(outputs: Sequence[Output]) -> Iterator[tuple[Output, torch.Tensor]]:
-    """All tensors in their order, in parts where their files have parts; each is loaded while the last is written."""
-    loads = [(output, load) for output in outputs for load in output.source.in_parts or (output.source.load,)]
+def _loaded(outputs: Sequence[Output]) -> Iterator[tuple[Output, torch.Tensor]]:
+    """All tensors in their order; a small one is loaded while the one before it is written."""
     with ThreadPoolExecutor(1) as pool:
         following: Future[torch.Tensor] | None = None
-        for number, (output, load) in enumerate(loads):
-            part = following.result() if following else load()
-            is_next_small = number + 1 < len(loads) and loads[number + 1][0].size_bytes <= MOST_AHEAD_BYTES
-            following = pool.submit(loads[number + 1][1]) if is_next_small else None
-            yield output, part
+        for output, after in zip(outputs, [*outputs[1:], None], strict=True):
+            tensor = following.result() if following else output.source.load()
+            is_small = after and after.size_bytes <= MOST_AHEAD_BYTES
+            following = pool.submit(after.source.load) if after and is_small else None
+            yield output, tensor
 
 
 def blocks(tensor: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -1,5 +1,6 @@
 """The command `accel-fsdp config`: interview, review, write."""
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ def configure(options: WizardOptions, flags: Mapping[str, str]) -> int:
     Raises:
         UserError: an answer is refused, a file exists or can't be read. KeyboardInterrupt: Ctrl-C, nothing is written.
     """
-    output = options.output or options.from_file or atomic_files.default_config()
+    output = options.output or options.from_file or default_config()
     if output.suffix == ".json" and not options.from_file:
         fix = f"-o {output.with_suffix('.yaml')}"
         raise UsageError(f"{output} would hold YAML", why="Accelerate reads it as JSON", fix=fix)
@@ -157,7 +158,7 @@ class Review:
         if not sys.stdin.isatty():
             self.show_diff(text)
         atomic_files.write_text(self.output, text)
-        is_default = self.output == atomic_files.default_config()
+        is_default = self.output == default_config()
         everywhere = ", which accelerate launch reads where no --config_file is given" if is_default else ""
         console.say(f"written: {self.output}{everywhere}", style="green")
         _say_how_to_train(answers)
@@ -179,3 +180,9 @@ def _rows(answers: Answers) -> list[tuple[str, str]]:
     """The questions that the wizard asks, and the other answers that differ from its defaults."""
     fields = [question.field for question in applying(answers) if is_shown(question, answers)]
     return [(field, f"{field.replace('_', ' '):25} {to_yaml.flag_text(getattr(answers, field))}") for field in fields]
+
+
+def default_config() -> Path:
+    """Where `accelerate launch` looks without `--config_file`, as accelerate.commands.config.config_args has it."""
+    cache = os.environ.get("HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"))
+    return Path(cache).expanduser() / "accelerate" / "default_config.yaml"
