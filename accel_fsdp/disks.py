@@ -1,6 +1,5 @@
 """Recognizes a full disk in the different errors that libraries raise."""
 
-import errno
 import re
 import shutil
 from collections.abc import Iterator
@@ -10,7 +9,6 @@ from accel_fsdp import atomic_files
 from accel_fsdp.errors import UserError
 from accel_fsdp.units import MIB, distinguishable, gib_or_mib
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 SAID = re.compile(r"No space left on device|Not enough disk space|Disk quota exceeded|\(os error (28|122)\)")
 """Errors of the system, of libraries in Rust, and of datasets, which checks the space before it writes."""
 FULL_BYTES = MIB

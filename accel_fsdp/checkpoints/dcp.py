@@ -16,7 +16,6 @@ from accel_fsdp import untrusted_files
 from accel_fsdp.checkpoints import file_names
 from accel_fsdp.checkpoints.safe_pickles import ERRORS, Inert, unpickle
 from accel_fsdp.checkpoints.safetensors_header import DTYPES
-from accel_fsdp.errors import UserError
 from accel_fsdp.untrusted_files import broken
 
 if TYPE_CHECKING:
@@ -144,12 +143,6 @@ def _items(folder: Path, listed: Mapping[Inert, Inert]) -> dict[tuple[str, Any],
             except FileNotFoundError as error:
                 raise broken(path, "is missing") from error
         start, length = place.state["offset"], place.state["length"]
-        if place.state.get("transform_descriptors"):
-            raise UserError(
-                f"{path} is compressed by an extension of DCP",
-                why="its tensors can't be read in parts",
-                fix="save without extensions, or load it with torch and save it again",
-            )
         if start + length > sizes[name]:
             raise broken(path, f"is cut short: {sizes[name]} bytes, {start + length} expected")
         offset = index.state.get("offset")

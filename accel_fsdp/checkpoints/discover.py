@@ -270,26 +270,20 @@ def _checked_path(path: Path) -> Path:
 
 
 def _checkpoint_in_file(path: Path) -> CheckpointLocation | None:
+    """The model or adapter that a file holds, or is a part of by an index or by its number."""
     if not path.is_file():
         return None
     if re.fullmatch(rf"{file_names.FSDP_MODEL}(_\d+)?\.bin", path.name):
         return _file("FSDP full", path)
-    if path.suffix == file_names.SAFETENSORS and not path.name.startswith(file_names.NOT_WEIGHTS):
-        return _checkpoint_in_safetensors(path)
     if path in file_names.of_ranks(path.parent).values():
         return _ranks(path.parent)
-    return _file("torch.save", path) if _is_single(path) else None
-
-
-def _checkpoint_in_safetensors(path: Path) -> CheckpointLocation | None:
-    """The model or adapter that this file holds, or is a part of by an index."""
-    folder = path.parent
     if path.name == file_names.ADAPTER:
-        return _adapter(folder)
-    if path.name in safetensors_header.model_files(folder)[0]:
-        return _safetensors(folder)
-    kind: CheckpointKind = "adapter" if tensor_names.is_adapted(safetensors_header.read(path)) else "safetensors"
-    return _file(kind, path)
+        return _adapter(path.parent)
+    if path.suffix != file_names.SAFETENSORS or path.name.startswith(file_names.NOT_WEIGHTS):
+        return _file("torch.save", path) if _is_single(path) else None
+    if path.name in safetensors_header.model_files(path.parent)[0]:
+        return _safetensors(path.parent)
+    return _file("adapter" if tensor_names.is_adapted(safetensors_header.read(path)) else "safetensors", path)
 
 
 def _not_found(path: Path, place: Path) -> UserError:

@@ -12,9 +12,6 @@ from accel_fsdp.checkpoints.stored import Mapped, Stored, same_bytes, torch_dtyp
 from accel_fsdp.errors import UserError
 from accel_fsdp.untrusted_files import broken
 
-PARTS = "DCP_SHARDING_INFO"
-"""torch's HuggingFaceStorageWriter: where the parts of tensors in a file belong."""
-
 
 def of_place(place: Path) -> dict[str, Stored]:
     """The tensors of a model's folder, or of a single safetensors file."""
@@ -53,16 +50,10 @@ def of_file(path: Path) -> dict[str, Stored]:
     """The tensors of a file.
 
     Raises:
-        UserError: it is damaged, or holds parts of tensors or of bytes.
+        UserError: it is damaged, or holds parts of bytes.
     """
     header = safetensors_header.read(path)
     mapped = Mapped(partial(safetensors_header.opened, path, "pt"))
-    if PARTS in (mapped.get().metadata() or {}):
-        raise UserError(
-            f"{path} holds one rank's parts of tensors",
-            why="other files hold the other parts",
-            fix="join them with torch: HuggingFaceStorageWriter(FOLDER, enable_consolidation=True) when saving",
-        )
     return {name: _stored(mapped, path, name, tensor) for name, tensor in header.items()}
 
 

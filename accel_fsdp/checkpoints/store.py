@@ -77,7 +77,7 @@ class Store:
         except UserError:
             raise
         except Exception as error:  # each store has its own library, with its own classes
-            if isinstance(error, OSError) and error.errno in disks.NO_ROOM:
+            if disks.SAID.search(str(error)):
                 raise UserError(
                     f"cannot fetch a checkpoint: {reason(error)}", why="no room", fix="free space"
                 ) from error

@@ -80,8 +80,10 @@ def convert(command: ConvertCommand) -> int:
     layout = _zero_layout(command, checkpoint, state, origin) if command.stage else None
     write = partial(layout.write if layout else fsdp_files.write, state)
     _write(command, checkpoint, state, replace(origin, engine=command.engine), write)
-    for line in _summary(command, state, layout.ranks if layout else 0):
-        console.say(line, style="green")
+    ranks = counted(layout.ranks, "rank") if layout else "any number of ranks"
+    tensors = f"{counted(len(state.tensors), 'tensor')}, {gb_or_mb(state.size_bytes)}"
+    console.say(f"{command.out}: {command.engine}, for {ranks}; {tensors}, equal to SRC's", style="green")
+    console.say(f"resume: train/sft.py --resume_from_checkpoint {command.out}", style="green")
     return 0
 
 
@@ -184,25 +186,17 @@ def _compare(checkpoint: Path, state: TrainingState, folder: Path) -> None:
     location = discover.look(folder)
     assert location is not None  # it was written just now
     written, tensors = training_state.read(location), state.tensors
-    differing = next(iter(tensors.keys() ^ written.tensors.keys()), "") or next(
-        (name for name, tensor in tensors.items() if not same_bytes(tensor, written.tensors[name])), ""
-    )
+    differing = [
+        name
+        for name in tensors.keys() | written.tensors.keys()
+        if name not in tensors or name not in written.tensors or not same_bytes(tensors[name], written.tensors[name])
+    ]
     members = [[sorted(group.names) for group in each.filled_groups] for each in (state, written)]  # engines sort them
-    if not differing and (state.numbers != written.numbers or members[0] != members[1]):
-        differing = "the optimizer's groups or steps"
+    if state.numbers != written.numbers or members[0] != members[1]:
+        differing.append("the optimizer's groups or steps")
     if differing:
         raise UserError(
-            f"the converted checkpoint differs from {checkpoint}: {differing}",
+            f"the converted checkpoint differs from {checkpoint}: {differing[0]}",
             why="training would go on from something else",
             fix="the same command again; if it fails again, report it with what accel-fsdp doctor prints",
         )
-
-
-def _summary(command: ConvertCommand, state: TrainingState, ranks: int) -> list[str]:
-    """What was written, and how a run goes on from it."""
-    tensors = f"{counted(len(state.tensors), 'tensor')}, {gb_or_mb(state.size_bytes)}"
-    return [
-        f"{command.out}: {command.engine}, for {counted(ranks, 'rank') if ranks else 'any number of ranks'}; "
-        f"{tensors}, equal to SRC's",
-        f"resume: train/sft.py --resume_from_checkpoint {command.out}",
-    ]

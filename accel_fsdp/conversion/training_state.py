@@ -69,31 +69,20 @@ def read(checkpoint: CheckpointLocation) -> TrainingState:
         UserError: it has no optimizer, only an adapter, or its optimizer doesn't name its parameters or holds more
         than tensors.
     """
-    content = open_checkpoint.read(checkpoint, optimizer=True)
-    if len(models := discover.models(checkpoint)) > 1:
-        raise UserError(
-            f"{checkpoint.folder} holds {len(models)} models",
-            why="a conversion is of one model and its optimizer",
-            fix="accel-fsdp export --which, and new runs from the weights",
-        )
+    content, models = open_checkpoint.read(checkpoint, optimizer=True), discover.models(checkpoint)
+    if len(models) > 1:
+        raise refused(f"{checkpoint.folder} holds {len(models)} models", "a conversion is of one and its optimizer")
     if content.adapter:
-        raise UserError(
-            f"{checkpoint.folder} is of an adapter",
-            why="only checkpoints of full training are converted",
-            fix="accel-fsdp export --merge-adapter, then a new run: train/sft.py --model_name_or_path OUT",
-        )
+        raise refused(f"{checkpoint.folder} is of an adapter", "only checkpoints of full training are converted")
     groups, numbers, paths = _groups(checkpoint)
     lost = [path for path in paths if path.startswith("state.") and path not in content.optimizer]
     lost += [path for path in content.optimizer if path.startswith(f"{GROUPS}.")]
     if lost:
         raise _unknown(lost[0])
     if not groups:
-        raise UserError(
+        raise refused(
             f"{checkpoint.folder} holds no optimizer whose state names the parameters",
-            why="one process and DDP number them, --save_only_model leaves it out, and one file of a checkpoint isn't "
-            "all",
-            fix="give the checkpoint's folder; or accel-fsdp export, and a new run: train/sft.py --model_name_or_path "
-            "OUT",
+            "one process and DDP number them, --save_only_model leaves it out, and a single file isn't all",
         )
     moments: dict[str, dict[str, Stored]] = {}
     for path, stored in content.optimizer.items():
@@ -105,12 +94,15 @@ def read(checkpoint: CheckpointLocation) -> TrainingState:
     return TrainingState(content.tensors, moments, numbers, groups)
 
 
+def refused(what: str, why: str) -> UserError:
+    """The error for a checkpoint that isn't converted; a new run from its weights always works."""
+    fix = "accel-fsdp export (--which, --merge-adapter), then a new run: train/sft.py --model_name_or_path OUT"
+    return UserError(what, why=why, fix=fix)
+
+
 def _unknown(path: str) -> UserError:
-    return UserError(
-        f"the optimizer's {path} is of an unexpected kind",
-        why="its state must be tensors, and its settings plain numbers, as those of torch's own optimizers are",
-        fix="accel-fsdp export, then a new run from its weights: train/sft.py --model_name_or_path OUT",
-    )
+    what = f"the optimizer's {path} is of an unexpected kind"
+    return refused(what, "its state must be tensors, and its settings plain numbers, as those of torch's optimizers")
 
 
 def _groups(checkpoint: CheckpointLocation) -> tuple[list[Group], dict[str, dict[str, float]], list[str]]:

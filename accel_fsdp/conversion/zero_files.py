@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from accel_fsdp.checkpoints import Stored, deepspeed, file_names
-from accel_fsdp.conversion.training_state import GROUPS, PARAMS, TrainingState
+from accel_fsdp.conversion.training_state import GROUPS, PARAMS, TrainingState, refused
 from accel_fsdp.errors import UserError, require
 from accel_fsdp.exporter import Description
 
@@ -194,11 +194,8 @@ def _numbers(state: TrainingState, part: _Part) -> dict[str, float]:
 
 
 def _unfit(what: str) -> UserError:
-    return UserError(
-        f"{what}: such a checkpoint isn't written for DeepSpeed",
-        why="its files have no place for that, or the place depends on the run",
-        fix="--to fsdp2; or a new run from the weights: accel-fsdp export",
-    )
+    what = f"{what}: such a checkpoint isn't written for DeepSpeed"
+    return refused(what, "its files have no place for that, or the place depends on the run; --to fsdp2 has one")
 
 
 def _mapped(folder: Path, elements: int, dtype: torch.dtype = MASTER) -> torch.Tensor:

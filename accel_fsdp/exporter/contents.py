@@ -1,13 +1,15 @@
 """The tensors of an export and their names: tied weights once, in the layout of files, with adapters merged."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
 from accel_fsdp.checkpoints import TIED, Stored, Weights, safetensors_files, same_bytes
 from accel_fsdp.errors import UserError
-from accel_fsdp.exporter import hf_layout, merge_lora, transformers_probe
+from accel_fsdp.exporter import exported_folder, merge_lora, transformers_probe
 from accel_fsdp.exporter.companion_files import CompanionFiles
 from accel_fsdp.exporter.transformers_probe import FIX_CONFIG, Description
 from accel_fsdp.exporter.writer import Output
@@ -15,6 +17,7 @@ from accel_fsdp.models import config_json
 from accel_fsdp.units import first_few
 
 SHOWN = 3
+LAYER = re.compile(r"^.*?\.\d+\.")
 BUFFERS = ("inv_freq", "position_ids", "attn.bias", "attn.masked_bias", "masked_bias")
 """Buffers that models used to save and now compute."""
 EXPONENTS = frozenset({torch.float8_e8m0fnu})
@@ -46,7 +49,7 @@ class Planner:
             )
         whole = {name: tensors[name] for name in expected}  # without buffers that the model computes itself
         if not self.weights.filed and description.converts:
-            whole = hf_layout.converted(whole, description)
+            whole = _in_files_layout(whole, description)
         wide = {torch.float32, torch.float64} if self.dtype else set()
         wider = {name: tensor.dtype for name, tensor in description.saved.items() if tensor.dtype in wide}
         return named(whole, self.dtype, wider)
@@ -120,3 +123,34 @@ def _problems(tensors: Mapping[str, Stored], expected: Mapping[str, tuple[int, .
         elif tensors[name].shape != shape:
             yield f"{name} is {list(tensors[name].shape)}, the config says {list(shape)}"
     yield from (f"{name} is unexpected" for name in tensors if name not in expected and not name.endswith(BUFFERS))
+
+
+def _in_files_layout(tensors: Mapping[str, Stored], description: Description) -> dict[str, Stored]:
+    """All tensors in the layout of files, such as one tensor per expert; transformers converts one layer at a time."""
+    layers: dict[str, dict[str, Stored]] = {}
+    for name, stored in tensors.items():
+        match = LAYER.match(name)
+        layers.setdefault(match[0] if match else "", {})[name] = stored
+
+    @lru_cache(maxsize=1)
+    def loaded(layer: str) -> dict[str, torch.Tensor]:
+        content = {name: stored.load() for name, stored in layers[layer].items()}
+        return exported_folder.as_saved(description.model, content)
+
+    sources: dict[str, Stored] = {}
+    for layer, group in layers.items():
+        blank = {name: torch.empty(s.shape, dtype=s.dtype, device="meta") for name, s in group.items()}
+        for name, tensor in exported_folder.as_saved(description.model, blank).items():
+
+            def load(layer: str = layer, name: str = name) -> torch.Tensor:
+                return loaded(layer)[name]
+
+            is_same = blank.get(name) is tensor
+            sources[name] = group[name] if is_same else Stored(tuple(tensor.shape), tensor.dtype, load)
+    if {name: source.shape for name, source in sources.items()} != description.files:
+        raise UserError(
+            f"the layout of {type(description.model).__name__}'s files can't be made layer by layer",
+            why="its conversion joins tensors of several layers",
+            fix="export at the end of training with FULL_STATE_DICT, or load the checkpoint and save_pretrained it",
+        )
+    return sources

@@ -39,25 +39,22 @@ def require_local(flag: str, place: Path | str | None, why: str, fix: str) -> No
 def check_place(out: Path, checkpoint: CheckpointLocation, force: bool) -> None:
     """Refuses an OUT that holds the checkpoint, or that exists and isn't a model that may be replaced."""
     if checkpoint.weights.resolve().is_relative_to(out.resolve()):
-        raise UserError(
-            f"{out} holds the checkpoint that is to be exported",
-            why="the export replaces the content of OUT",
-            fix="choose another OUT",
-        )
+        raise _not_there(f"{out} holds the checkpoint that is to be exported", "the export replaces the content of OUT")
     if not out.exists():
         return
     if not force:
-        raise UserError(f"{out} exists", why="it may be another model", fix="add --force, or choose another OUT")
+        raise _not_there(f"{out} exists", "it may be another model; --force replaces it")
     entries = sorted(out.iterdir()) if out.is_dir() else [out]
     descriptions = (file_names.CONFIG, file_names.ADAPTER_CONFIG, file_names.REPORT)
     has_model = not entries or any((out / name).is_file() for name in descriptions)
     foreign = next((path.name for path in entries if not _is_of_model(path)), "" if has_model else "no config")
     if foreign:
-        raise UserError(
-            f"{out} holds {foreign}, and is not a folder of a model alone",
-            why="--force replaces the whole folder, and its content would be lost",
-            fix="move it away, or choose another OUT",
-        )
+        what = f"{out} holds {foreign}, and is not a folder of a model alone"
+        raise _not_there(what, "--force replaces the whole folder, and its content would be lost")
+
+
+def _not_there(what: str, why: str) -> UserError:
+    return UserError(what, why=why, fix="choose another OUT")
 
 
 def _is_of_model(path: Path) -> bool:
@@ -74,11 +71,8 @@ def check_model(out: Path, companions: CompanionFiles, checkpoint: CheckpointLoc
     for model in (companions.folder, *described):
         used = model.resolve()
         if used.is_relative_to(place) or (place.is_relative_to(used) and used not in (source.parent, source)):
-            raise UserError(
-                f"{out} is, contains or is inside {model}, the model that the export uses",
-                why="the export would replace its own source",
-                fix="choose another OUT",
-            )
+            what = f"{out} is, contains or is inside {model}, the model that the export uses"
+            raise _not_there(what, "the export would replace its own source")
 
 
 def check_weights(options: ExportCommand, weights: Weights, companions: CompanionFiles) -> None:
