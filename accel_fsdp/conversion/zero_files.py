@@ -163,8 +163,8 @@ class ZeroLayout:
 def _check(state: TrainingState, description: Description) -> None:
     """Refuses what DeepSpeed's files have no place for, or a model whose order of weights is another."""
     memory, trained = description.memory, state.trained
-    floating = description.floating & memory.keys()
-    for name in sorted(trained | (floating - state.weights.keys())):
+    parameters = dict(description.model.named_parameters()).keys() & memory.keys()
+    for name in sorted(trained | (parameters - state.weights.keys())):
         shape = state.weights[name].shape if name in state.weights else None
         if shape is None or shape != memory.get(name):
             raise UserError(
@@ -175,14 +175,14 @@ def _check(state: TrainingState, description: Description) -> None:
             )
     copies = {name for group in description.ties for name in group}
     moments = [(name, moment) for name in trained for moment in state.moments.get(name, {}).values()]
-    dtypes = {stored.dtype for stored in (*(state.weights[name] for name in trained), *(m for _, m in moments))}
+    stored = [*(state.weights[name] for name in trained), *(moment for _, moment in moments)]
     if any(moment.shape != memory[name] for name, moment in moments):
         raise _unfit("an optimizer's state has another shape than its weight")
     if len({tuple(sorted(state.moments.get(name, {}))) for name in trained}) > 1:
         raise _unfit("some weights have no optimizer state")
-    if frozen := sorted((description.floating & state.weights.keys()) - trained - copies):
+    if frozen := sorted((parameters & state.weights.keys()) - trained - copies):
         raise _unfit(f"{frozen[0]} is not trained")
-    if dtypes != {MASTER}:
+    if any(tensor.dtype != MASTER for tensor in stored):
         raise _unfit("weights or moments aren't in float32, in which DeepSpeed stores them")
 
 

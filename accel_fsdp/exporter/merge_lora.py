@@ -127,14 +127,8 @@ def check_settings(settings: Mapping[str, Any], trained_base: bool) -> None:
     if unknown:
         raise _unmergeable(f"with {unknown[0]}")
     start = settings.get("init_lora_weights", True)
-    if start not in HARMLESS and not trained_base:
-        raise UserError(
-            f"the adapter began with init_lora_weights: {start}, which changes the base",
-            why="its numbers are for the changed base, which is not in the checkpoint; in the model's own files they "
-            "would be wrong",
-            fix="in the training script: save_pretrained(FOLDER, path_initial_model_for_weight_conversion=START), "
-            "and export that; START is the adapter as it was saved before the first step",
-        )
+    if start not in HARMLESS and not trained_base:  # its numbers are for a base that isn't in the model's own files
+        raise _unmergeable(f"that began with init_lora_weights: {start}, which changes the base,")
 
 
 def _unmergeable(what: str) -> UserError:

@@ -42,15 +42,13 @@ class Description:
     """The tensors of a model by its config, on the meta device.
 
     `held` are those of the model in memory, of tied weights the first name only; `saved` are the same in the layout of
-    files. Each group of `ties` is the names of one tensor. `floating`: the names, of both kinds, of the tensors that
-    must hold floating-point numbers: the parameters, unless the config says that they are quantised.
+    files. Each group of `ties` is the names of one tensor.
     """
 
     model: "nn.Module"
     held: "dict[str, torch.Tensor]"
     saved: "dict[str, torch.Tensor]"
     ties: tuple[tuple[str, ...], ...]
-    floating: frozenset[str]
 
     @cached_property
     def memory(self) -> Shapes:
@@ -96,10 +94,7 @@ def describe(folder: Path, dtype: "torch.dtype | None" = None) -> Description:
     wide = set(kept_in_float32(model, short, buffers=True)) if dtype and dtype.itemsize == 2 else set()
     held = {name: t.float() if name in wide else t for name, t in held.items() if name not in ignored}
     saved = exported_folder.as_saved(model, held)
-    quantised = getattr(model.config, "quantization_config", None) is not None
-    buffers = {name for name, _ in model.named_buffers()}
-    floating = {name for state in (held, saved) for name, tensor in state.items() if tensor.is_floating_point()}
-    return Description(model, held, saved, ties, frozenset() if quantised else frozenset(floating - buffers))
+    return Description(model, held, saved, ties)
 
 
 def adapted(settings: Mapping[str, Any], base: Path) -> "PeftModel":
