@@ -7,20 +7,28 @@ add up to the shape that the model's config gives, and a copy of the whole if ea
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from accel_fsdp import library_internals
 from accel_fsdp.checkpoints import file_names, saved_files
 from accel_fsdp.checkpoints.safe_pickles import ERRORS
 from accel_fsdp.checkpoints.saved_files import Keys, SavedFile
 from accel_fsdp.checkpoints.stored import Box, Stored, assembled, same_bytes, short_name
 from accel_fsdp.checkpoints.tensor_names import clean_name
 from accel_fsdp.errors import UserError
+from accel_fsdp.library_internals import Internal
 from accel_fsdp.untrusted_files import broken
 
 Shapes = Mapping[str, tuple[int, ...]]
+PLACEMENTS = ("Replicate", "Shard", "_StridedShard")
+RELIES_ON = (
+    Internal(
+        "torch.distributed.tensor._utils:_compute_local_shape_and_global_offset",
+        "global_shape mesh_shape my_coordinate placements *",
+    ),
+)
 
 
 def read(folder: Path, shapes: Shapes | None) -> dict[tuple[str, ...], Stored]:
@@ -63,10 +71,16 @@ def _of_dtensors(keys: Keys, ranks: list[SavedFile], first: DTensor) -> Stored:
     mesh, shape = first.device_mesh.mesh, tuple(first.shape)
     if mesh.numel() != len(ranks):
         raise broken(ranks[0].path, f"is one of {mesh.numel()} ranks' files, and {len(ranks)} are there")
+    library_internals.check(*RELIES_ON, why="it is unclear how the parts of ranks belong together")
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
     boxes: dict[tuple[int, ...], Box] = {}
     for rank, file in enumerate(ranks):
         place = [int(index) for index in (mesh == mesh.flatten().sort()[0][rank]).nonzero()[0]]
-        offsets, sizes = _box(shape, tuple(mesh.shape), place, _dtensor(file, keys).placements, file.path)
+        placements = _dtensor(file, keys).placements
+        if any(type(placement).__name__ not in PLACEMENTS for placement in placements):
+            raise _unclear(file.path, f"a tensor is placed as {placements}")
+        sizes, offsets = _compute_local_shape_and_global_offset(shape, tuple(mesh.shape), place, placements)
         if all(sizes):
             boxes.setdefault(offsets, Box(file.path, offsets, sizes, partial(_local, file, keys)))
     return assembled(str(keys[-1]), shape, first.dtype, list(boxes.values()))
@@ -83,25 +97,6 @@ def _local(file: SavedFile, keys: Keys) -> torch.Tensor:
     """The rank's own part."""
     with torch.no_grad():
         return _dtensor(file, keys).to_local()
-
-
-def _box(
-    shape: tuple[int, ...], mesh: tuple[int, ...], place: list[int], placements: Any, path: Path
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offset and sizes of a rank's part. FSDP cuts last what tensor parallelism has cut (`_StridedShard`)."""
-    offsets, sizes = [0] * len(shape), list(shape)
-    by_order = sorted(zip(mesh, place, placements, strict=True), key=lambda item: type(item[2]).__name__ != "Shard")
-    for ranks, index, placement in by_order:
-        if type(placement).__name__ not in ("Replicate", "Shard", "_StridedShard"):
-            raise _unclear(path, f"a tensor is placed as {placement}")
-        if type(placement).__name__ == "Replicate":
-            continue
-        dimension = placement.dim
-        rows = -(-sizes[dimension] // ranks)  # as torch.chunk
-        start = min(rows * index, sizes[dimension])
-        offsets[dimension] += start
-        sizes[dimension] = min(rows, sizes[dimension] - start)
-    return tuple(offsets), tuple(sizes)
 
 
 def _unclear(path: Path, what: str) -> UserError:
