@@ -5,13 +5,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accel_fsdp import untrusted_files
 from accel_fsdp.checkpoints import file_names
-
-if TYPE_CHECKING:
-    import xxhash
 
 UNFINISHED = '{"complete": false}'
 """The content of the marker of a checkpoint that is being written or deleted."""
@@ -102,26 +99,15 @@ def sizes_of(checkpoint: Path) -> dict[str, int]:
     return sizes
 
 
-def rank_in(name: str) -> str:
-    """The number of the rank that wrote a file, by its name; empty if it has none."""
-    match = file_names.OF_RANK.search(name)
-    return match[1] if match else ""
-
-
 def of_rank(names: Iterable[str], rank: int, ranks: int) -> list[str]:
     """The files that a rank wrote: those with its number in their names, and on the first rank all others."""
-    return [name for name in names if int(rank_in(name) or 0) % ranks == rank]
+    matches = {name: file_names.OF_RANK.search(name) for name in names}
+    return [name for name, match in matches.items() if int(match[1] if match else 0) % ranks == rank]
 
 
 def own_hashes(checkpoint: Path, rank: int, ranks: int) -> dict[str, str]:
     """Hashes of the files that this rank wrote."""
     return hashes_of(checkpoint, of_rank(sizes_of(checkpoint), rank, ranks))
-
-
-def listed(checkpoint: Path) -> dict[str, int]:
-    """The sizes of a checkpoint's files as its marker lists them; empty without a marker."""
-    written = read(checkpoint)
-    return written.sizes if written else {}
 
 
 def hashes_of(checkpoint: Path, names: Iterable[str]) -> dict[str, str]:
@@ -130,15 +116,10 @@ def hashes_of(checkpoint: Path, names: Iterable[str]) -> dict[str, str]:
         return dict(zip(names, pool.map(lambda name: _hash(checkpoint / name, checkpoint), names), strict=True))
 
 
-def hasher() -> "xxhash.xxh3_128":
-    """Makes the hash of one file from its bytes."""
+def _hash(path: Path, within: Path) -> str:
     import xxhash
 
-    return xxhash.xxh3_128()
-
-
-def _hash(path: Path, within: Path) -> str:
-    digest = hasher()
+    digest = xxhash.xxh3_128()
     with untrusted_files.opened(path, within) as file:
         block = memoryview(bytearray(min(HASHED_BYTES, os.fstat(file.fileno()).st_size + 1)))
         while count := file.readinto(block):  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from accel_fsdp.checkpoints import (
     Stored,
@@ -99,7 +100,7 @@ def _write_file(
 ) -> str:
     """Writes one file, and adds to `non_finite`; returns the file's hash."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset, unsynced, digest = 0, 0, marker.hasher()
+    offset, unsynced, digest = 0, 0, xxhash.xxh3_128()
     for output in outputs:
         end = offset + output.size_bytes
         header[output.name] = {"dtype": output.spec.dtype, "shape": output.source.shape, "data_offsets": [offset, end]}

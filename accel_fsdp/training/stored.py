@@ -89,7 +89,7 @@ class Uploads:
 
     def _upload(self, checkpoint: Path) -> None:
         """Uploads the files of this machine, but those that an earlier try has uploaded, until a newer one comes."""
-        content, listed = marker.content_of(checkpoint), marker.listed(checkpoint)
+        content, listed = marker.content_of(checkpoint), marker.sizes_of(checkpoint)
         if self.store.marker_of(checkpoint.name) != content:
             if self._content != content:
                 self._begin(checkpoint)

@@ -53,7 +53,7 @@ def failing(place: Store, after: int) -> Callable[[], int]:
 def put(uri: str, checkpoint: Path, machine: int = 0, machines: int = 1) -> None:
     place = Store(uri)
     place.unseal(checkpoint.name)
-    for name in list(marker.listed(checkpoint))[machine::machines]:
+    for name in list(marker.sizes_of(checkpoint))[machine::machines]:
         place.put(checkpoint, name)
     place.seal(checkpoint, machine, machines)
 
@@ -125,7 +125,7 @@ def test_no_moment_of_a_deletion_shows_half_a_checkpoint(tmp_path: Path, uri: st
 def test_the_marker_comes_once_all_machines_are_done(tmp_path: Path, uri: str) -> None:
     """The files of an earlier upload of that step, which never ended, have the same names and sizes."""
     old = checkpoint(tmp_path / "a", 8, "a")
-    for name in marker.listed(old):
+    for name in marker.sizes_of(old):
         Store(uri).put(old, name)
     Store(uri).seal(old, 1, 2)
     new = checkpoint(tmp_path / "b", 8, "b")
@@ -135,7 +135,7 @@ def test_the_marker_comes_once_all_machines_are_done(tmp_path: Path, uri: str) -
     put(uri, new, 1, 2)
     put(uri, new, 0, 2)
     assert Store(uri).newest() == "checkpoint-8"
-    assert set(Store(uri).names("checkpoint-8")) == {*marker.listed(new), "complete.json"}
+    assert set(Store(uri).names("checkpoint-8")) == {*marker.sizes_of(new), "complete.json"}
     Store(uri).get("checkpoint-8", tmp_path / "got")
     assert (tmp_path / "got" / "checkpoint-8" / next(iter(FILES))).read_text() == "b" * 30
 
