@@ -76,8 +76,7 @@ class Planner:
     def _is_quantised(self, method: str) -> UserError:
         return UserError(
             f"{self.companions.folder} is quantised ({method}), which the export doesn't support",
-            why="its files hold packed numbers and their scales, in a layout that only the library that quantised it "
-            "knows",
+            why="only the library that quantised it knows the layout of its packed numbers and their scales",
             fix="give the model before it was quantised: --model ID_OR_FOLDER; or export with that library",
         )
 
@@ -110,9 +109,9 @@ def named(
     """The tensors as they are written: floating-point numbers in `dtype`, or in that of `wider`."""
     outputs = []
     for name, tensor in tensors.items():
-        asked = (wider or {}).get(name, dtype)
-        is_cast = asked is not None and tensor.dtype.is_floating_point and tensor.dtype not in EXPONENTS
-        outputs.append(Output(name, asked if is_cast and asked is not None else tensor.dtype, tensor))
+        is_cast = tensor.dtype.is_floating_point and tensor.dtype not in EXPONENTS
+        asked = (wider or {}).get(name, dtype) if is_cast else None
+        outputs.append(Output(name, asked or tensor.dtype, tensor))
     return outputs
 
 
