@@ -68,8 +68,9 @@ def look(folder: Path) -> CheckpointLocation | None:
 
 def _judged(checkpoint: CheckpointLocation) -> CheckpointLocation:
     """Adds what a checkpoint lacks by its marker or its name."""
-    name, is_foreign = checkpoint.folder.name, checkpoint.kind == "torch.save"
-    unfinished = () if is_foreign else completeness.unfinished(checkpoint.folder)
+    name, unfinished = checkpoint.folder.name, completeness.unfinished(checkpoint.folder)
+    if checkpoint.kind == "torch.save" and unfinished == (file_names.TRAINER_STATE,):  # another program's, complete
+        unfinished = ()
     if name.startswith(".") and name.endswith(".tmp"):  # left by `replaced_folder` when its process was killed
         unfinished = (*unfinished, completeness.ITS_END)
     missing = {lack.split(" (")[0]: lack for lack in (*checkpoint.missing, *unfinished)}
