@@ -33,11 +33,8 @@ class Uploads:
     def __init__(self, training: Any, keep: int | None) -> None:
         launch, first = LaunchEnvironment.now(), training.process_index
         self.store, self.output, self.keep = Store(training.checkpoint_uri), Path(training.output_dir), keep
-        self.machine, self.machines, self.timeout_seconds = (
-            launch.machine_rank,
-            launch.machines,
-            training.upload_timeout,
-        )
+        self.machine, self.machines = launch.machine_rank, launch.machines
+        self.timeout_seconds = training.upload_timeout
         self._ranks, self._of = range(first, first + launch.local_world_size), training.world_size
         self._is_leader, self._is_new = training.local_process_index == 0, False
         self.current = self._newest = self._stored = self._best = self._trouble = ""
@@ -62,7 +59,7 @@ class Uploads:
     def offer(self, checkpoint: Path, best: str | None) -> None:
         """Uploads a checkpoint, unless a newer one comes before its turn."""
         if self._is_leader:
-            self._newest, self._best = checkpoint.name, best or ""
+            self._newest, self._best, self._stored = checkpoint.name, best or "", ""
 
     def finish(self) -> str:
         """Waits until the newest checkpoint is in the store, but not for ever; returns what is left of it and why."""
