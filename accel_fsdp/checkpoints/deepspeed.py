@@ -47,30 +47,24 @@ def read(folder: Path, optimizer_too: bool = False) -> Paths:
 
     With `optimizer_too` also the optimizer's state, whose paths begin as in the nested state dict of other checkpoints.
     """
-    files = [
+    model, optimizer = (
         [SavedFile(path) for path in sorted(folder.glob(pattern), key=lambda path: numbers(path.name))]
         for pattern in (file_names.ZERO_MODELS, file_names.ZERO_OPTIMIZERS)
-    ]
-    model, optimizer = files
+    )
     if not model or not optimizer:
         raise broken(folder, f"holds no {file_names.ZERO_OPTIMIZERS if model else file_names.ZERO_MODELS}")
     try:
-        return _read(folder, model, optimizer, optimizer_too)
+        first, stage = model[0].content, int(optimizer[0].content[STATE]["zero_stage"])
+        _check_ranks(folder, first, optimizer, len(model), stage)
+        paths: Paths = {(name,): tensor for name, tensor in _unpartitioned(model, stage).items()}
+        paths |= _partitioned(first, optimizer, stage, optimizer_too)
+        return paths | {(copy,): paths[(name,)] for copy, name in first["shared_params"].items() if (name,) in paths}
     except ERRORS as error:
         raise _not_laid_out(folder, error) from error
 
 
 def _not_laid_out(folder: Path, error: Exception) -> UserError:
     return broken(folder, f"is not laid out as DeepSpeed does: {type(error).__name__} {error}")
-
-
-def _read(folder: Path, model: list[SavedFile], optimizer: list[SavedFile], optimizer_too: bool) -> Paths:
-    first = model[0].content
-    stage = int(optimizer[0].content[STATE]["zero_stage"])
-    _check_ranks(folder, first, optimizer, len(model), stage)
-    paths: Paths = {(name,): tensor for name, tensor in _unpartitioned(model, stage).items()}
-    paths |= _partitioned(first, optimizer, stage, optimizer_too)
-    return paths | {(copy,): paths[(name,)] for copy, name in first["shared_params"].items() if (name,) in paths}
 
 
 def _unpartitioned(model: list[SavedFile], stage: int) -> dict[str, Stored]:

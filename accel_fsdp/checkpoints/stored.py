@@ -1,6 +1,5 @@
 """A tensor in a checkpoint, whoever wrote it: shape, dtype, and how it is loaded. Nothing is read before `load()`."""
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,20 +44,18 @@ class Box:
 
 
 class Mapped:
-    """Something opened that maps a file into memory, and that is opened again after RENEWED_BYTES."""
+    """Something opened that maps a file into memory, and that is opened again after RENEWED_BYTES; not for threads."""
 
     def __init__(self, open: Callable[[], Any]) -> None:
         self._open, self._held, self._bytes = open, None, 0  # type: Callable[[], Any], Any, int
-        self._lock = threading.Lock()
 
     def get(self, size_bytes: int = 0) -> Any:
         """What was opened, of which `size_bytes` will be read."""
-        with self._lock:
-            if self._held is None or self._bytes > RENEWED_BYTES:
-                self._held, self._bytes = None, 0
-                self._held = self._open()
-            self._bytes += size_bytes
-            return self._held
+        if self._held is None or self._bytes > RENEWED_BYTES:
+            self._held, self._bytes = None, 0
+            self._held = self._open()
+        self._bytes += size_bytes
+        return self._held
 
 
 def short_name(dtype: torch.dtype, where: object = "a tensor") -> str:

@@ -50,15 +50,16 @@ def run(options: ExportCommand) -> int:
     if options.list:
         return show_list(options)
     if options.check:
-        out, report = options.src, verification.check(options.src, options.verify == "load", options.allow_non_finite)
+        report = verification.check(options.src, options.verify == "load", options.allow_non_finite)
     else:
-        out, report = _required_out(options), exported(options)
+        report = exported(options)
     if options.json:
         console.put(json.dumps(report.content(), indent=2), lines=True)
     else:
         for line in report.lines():
             console.say(line, style="green")
     if options.push_to_hub:
+        out = options.src if options.check or options.out is None else options.out
         console.say(f"pushed: {hub.push(out, options.push_to_hub, options.private)}", style="green")
     return 0
 
@@ -80,16 +81,12 @@ def show_list(options: ExportCommand) -> int:
     return 0
 
 
-def _required_out(options: ExportCommand) -> Path:
-    if options.out is None:
-        raise UsageError("no OUT given", why="there is nowhere to write", fix="accel-fsdp export SRC OUT")
-    return options.out
-
-
 def exported(options: ExportCommand) -> ExportReport:
     """Writes OUT, complete and verified, or not at all."""
     _check_flags(options)
-    out = _required_out(options).resolve()
+    if options.out is None:
+        raise UsageError("no OUT given", why="there is nowhere to write", fix="accel-fsdp export SRC OUT")
+    out = options.out.resolve()
     try:
         with store.fetched(options.src, out, file_names.is_exported) as src:
             checkpoint, newer = discover.find(src)

@@ -86,10 +86,11 @@ def _hashed(folder: Path) -> list[str]:
 def _check_links(folder: Path) -> None:
     """Refuses links to folders, whose files would be loaded without a check, and anything that can't be read."""
     for path in sorted(folder.rglob("*")):
-        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if not hidden and not path.is_file() and (path.is_symlink() or not path.is_dir()):
-            if path.is_dir():
-                raise untrusted_files.broken(path, "is a link to a folder, which isn't part of an export")
+        if any(part.startswith(".") for part in path.relative_to(folder).parts):
+            continue
+        if path.is_symlink() and path.is_dir():
+            raise untrusted_files.broken(path, "is a link to a folder, which isn't part of an export")
+        if not path.is_dir():
             untrusted_files.check(path, folder)
 
 
