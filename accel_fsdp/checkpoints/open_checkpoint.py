@@ -112,17 +112,14 @@ def split(paths: Paths) -> Weights:
 
 def _by_name(paths: Paths) -> dict[str, Stored]:
     tensors: dict[str, Stored] = {}
-    origins: dict[str, tuple[str, ...]] = {}
     for path, stored in paths.items():
         name = clean_name(path[-1]).removeprefix("module.")
-        first = tensors.setdefault(name, stored)
-        if first is not stored and not same_bytes(first, stored):
+        if not same_bytes(tensors.setdefault(name, stored), stored):
             raise UserError(
-                f"the checkpoint holds two tensors named {name}: {'.'.join(origins[name])} and {'.'.join(path)}",
+                f"the checkpoint holds two tensors named {name}, one of them at {'.'.join(path)}",
                 why="it is unclear which of them belongs to the model",
                 fix="save the state dict that you want in a separate file or folder, and export that",
             )
-        origins.setdefault(name, path)
     return tensors
 
 

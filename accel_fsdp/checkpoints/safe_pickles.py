@@ -1,8 +1,7 @@
 """Reads pickles as data: of the names in them none is imported, and nothing that they name is called.
 
-Each admitted name becomes an `Inert` class or a plain value; any other name is an error. Files with tensors are loaded
-by torch's own restricted reader (`saved_files`); this one reads the lists of distributed checkpoints, and looks into a
-checkpoint's states before a library loads them. It needs no torch.
+Each admitted name becomes an `Inert` class or a plain value; any other name is an error. This reads the lists of
+distributed checkpoints, without torch, whose own restricted reader (`saved_files`) loads files with tensors.
 """
 
 import io
@@ -71,9 +70,6 @@ class _Reader(pickle.Unpickler):
         if full_name not in self.admitted:
             raise names_code(self.path, full_name)
         return self.admitted[full_name]
-
-    def persistent_load(self, _: Any) -> None:
-        """Storages are left out."""
 
 
 def unpickle(content: bytes, admitted: Mapping[str, Any], path: Path) -> Any:

@@ -1,8 +1,8 @@
 """The command `accel-fsdp convert`: a checkpoint of one engine becomes one of another, with the optimizer."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -78,8 +78,15 @@ def convert(command: ConvertCommand) -> int:
     _check(checkpoint)
     state, origin = training_state.read(checkpoint), marker.origin_of(checkpoint.folder) or Origin("")
     layout = _zero_layout(command, checkpoint, state, origin) if command.stage else None
-    write = partial(layout.write if layout else fsdp_files.write, state)
-    _write(command, checkpoint, state, replace(origin, engine=command.engine), write)
+    out, write = command.out.resolve(), layout.write if layout else fsdp_files.write
+    refusals.check_space(out, state.size_bytes, what="the checkpoint")
+    with atomic_files.replaced_folder(out) as folder, _explained_errors(command.out, folder):
+        with console.waiting("converting"):
+            write(state, folder)
+            _copy_others(checkpoint.folder, folder)
+        with console.waiting("comparing"):
+            _compare(checkpoint.folder, state, folder)
+        completeness.seal(folder, replace(origin, engine=command.engine))
     ranks = counted(layout.ranks, "rank") if layout else "any number of ranks"
     tensors = f"{counted(len(state.tensors), 'tensor')}, {gb_or_mb(state.size_bytes)}"
     console.say(f"{command.out}: {command.engine}, for {ranks}; {tensors}, equal to SRC's", style="green")
@@ -145,33 +152,19 @@ def _zero_layout(
     )
 
 
-def _write(
-    command: ConvertCommand,
-    checkpoint: CheckpointLocation,
-    state: TrainingState,
-    origin: Origin,
-    write: Callable[[Path], None],
-) -> None:
-    """Writes all of OUT beside it, compares it with SRC, marks it as complete and renames it."""
-    out = command.out.resolve()
-    refusals.check_space(out, state.size_bytes, what="the checkpoint")
-    with atomic_files.replaced_folder(out) as folder:
-        try:
-            with console.waiting("converting"):
-                write(folder)
-                _copy_others(checkpoint.folder, folder)
-            with console.waiting("comparing"):
-                _compare(checkpoint.folder, state, folder)
-            completeness.seal(folder, origin)
-        except (OSError, RuntimeError) as error:  # the latter is torch's, if it can't write or was interrupted
-            for cause in disks.chain(error):
-                if isinstance(cause, (SystemExit, KeyboardInterrupt)):
-                    raise cause from None
-            raise UserError(
-                f"cannot write {command.out}: {disks.full(error, folder) or first_line(error)}",
-                why="the checkpoint is incomplete and was removed",
-                fix="free some space on that disk, or another OUT",
-            ) from error
+@contextmanager
+def _explained_errors(out: Path, folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # the latter is torch's, if it can't write or was interrupted
+        for cause in disks.chain(error):
+            if isinstance(cause, (SystemExit, KeyboardInterrupt)):
+                raise cause from None
+        raise UserError(
+            f"cannot write {out}: {disks.full(error, folder) or first_line(error)}",
+            why="the checkpoint is incomplete and was removed",
+            fix="free some space on that disk, or another OUT",
+        ) from error
 
 
 def _copy_others(checkpoint: Path, folder: Path) -> None:
