@@ -210,7 +210,7 @@ def test_a_face_offers_what_it_names(room: str) -> None:
 PURE = ["config", "hardware", "prediction", "prediction.memory", "linter.rules", "wizard"]
 
 
-JUDGED = ("completeness", "dcp", "discover", "marker", "safetensors_header", "store")
+JUDGED = ("completeness", "discover", "marker", "safetensors_header", "store")
 """The modules of `checkpoints` that find and judge them; the others read tensors."""
 READERS = {"exporter.command", "conversion.command"}
 

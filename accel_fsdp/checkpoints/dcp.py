@@ -1,6 +1,6 @@
 """Distributed checkpoints of torch (DCP): `.metadata`, read as inert values, and tensors in `.distcp` files.
 
-`.metadata` is a pickle, and loading it the usual way runs the code that it names (`safe_pickles`). It needs no torch.
+`.metadata` is a pickle, and loading it the usual way runs the code that it names (`safe_pickles`).
 """
 
 import contextlib
@@ -10,21 +10,21 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from accel_fsdp import untrusted_files
-from accel_fsdp.checkpoints import file_names
+from accel_fsdp.checkpoints import file_names, saved_files
 from accel_fsdp.checkpoints.safe_pickles import ERRORS, Inert, unpickle
 from accel_fsdp.checkpoints.safetensors_header import DTYPES
+from accel_fsdp.checkpoints.stored import Box, Stored, assembled, torch_dtype
 from accel_fsdp.untrusted_files import broken
-
-if TYPE_CHECKING:
-    from accel_fsdp.checkpoints.stored import Stored
 
 M_MMAP_THRESHOLD, MAPPED_BYTES = -3, 1 << 18
 """glibc gives the memory of blocks from this size on back at once (malloc.h). Its own threshold grows to that of the
 largest tensor that was freed, and smaller ones then stay in its heap, which grows with the checkpoint."""
 Keys = tuple[str, ...]
+Item = tuple[Path, int, int]
+"""The place of a chunk, which is an archive of one tensor or value: file, start and length."""
 
 
 class _Bytes(Inert):
@@ -51,28 +51,16 @@ ADMITTED: Mapping[str, Any] = {
 """The names that a `.metadata` file may contain, each with the inert value that replaces it."""
 
 
-class _Item(NamedTuple):
-    """The place of a chunk: an archive of one tensor, or of a value."""
-
-    path: Path
-    start: int
-    length: int
-
-
-def _load(item: _Item) -> Any:
+def _load(path: Path, start: int, length: int) -> Any:
     """Loads an item from its bytes in memory: torch would lose a signal that comes while it calls a file of Python."""
-    from accel_fsdp.checkpoints import saved_files
-
-    with untrusted_files.opened(item.path) as file:
-        file.seek(item.start)
-        content = io.BytesIO(file.read(item.length))
-    return saved_files.restricted(content, item.path)
+    with untrusted_files.opened(path) as file:
+        file.seek(start)
+        content = io.BytesIO(file.read(length))
+    return saved_files.restricted(content, path)
 
 
-def read(folder: Path) -> "dict[Keys, Stored]":
+def read(folder: Path) -> dict[Keys, Stored]:
     """All tensors of a folder by the keys of the nested state dict. Pickled values, such as rates, are skipped."""
-    from accel_fsdp.checkpoints.stored import Box, assembled, torch_dtype
-
     with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library than glibc
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
     tensors: dict[Keys, Stored] = {}
@@ -86,7 +74,7 @@ def read(folder: Path) -> "dict[Keys, Stored]":
                 offsets, sizes = _size(chunk.state["offsets"]), _size(chunk.state["sizes"])
                 if (item := items.get((name, offsets))) is None:
                     raise ValueError("a chunk without a place")
-                boxes.append(Box(item.path, offsets, sizes, partial(_load, item)))
+                boxes.append(Box(item[0], offsets, sizes, partial(_load, *item)))
             dtype = torch_dtype(DTYPES[entry.state["properties"].state[0]])
             tensors[_path(paths.get(name) or (name,))] = assembled(name, _size(entry.state["size"]), dtype, boxes)
     return tensors
@@ -98,7 +86,7 @@ def listed(folder: Path, needed: Callable[[Keys], bool]) -> dict[Keys, Any]:
         nested = metadata.get("planner_data") or {}
         paths = {name: _path(nested.get(name) or (name,)) for name in metadata["state_dict_metadata"]}
         return {
-            path: _load(items[name, None]) if needed(path) and (name, None) in items else None
+            path: _load(*items[name, None]) if needed(path) and (name, None) in items else None
             for name, path in paths.items()
         }
 
@@ -119,7 +107,7 @@ def unpickled(content: bytes, path: Path) -> Any:
 
 
 @contextlib.contextmanager
-def _listing(folder: Path) -> Iterator[tuple[dict[str, Any], dict[tuple[str, Any], _Item]]]:
+def _listing(folder: Path) -> Iterator[tuple[dict[str, Any], dict[tuple[str, Any], Item]]]:
     """Yields the content of `.metadata`, and the places of all chunks; an error inside is raised as damage."""
     path = folder / file_names.DCP_METADATA
     metadata = unpickled(read_bytes(path), path)
@@ -129,9 +117,9 @@ def _listing(folder: Path) -> Iterator[tuple[dict[str, Any], dict[tuple[str, Any
         raise broken(path, f"is damaged: {type(error).__name__} in its list of tensors") from error
 
 
-def _items(folder: Path, listed: Mapping[Inert, Inert]) -> dict[tuple[str, Any], _Item]:
+def _items(folder: Path, listed: Mapping[Inert, Inert]) -> dict[tuple[str, Any], Item]:
     """The place of each chunk by name and offset; all files must be plain files of the folder."""
-    items: dict[tuple[str, Any], _Item] = {}
+    items: dict[tuple[str, Any], Item] = {}
     sizes: dict[str, int] = {}
     for index, place in listed.items():
         name = place.state["relative_path"]
@@ -146,7 +134,7 @@ def _items(folder: Path, listed: Mapping[Inert, Inert]) -> dict[tuple[str, Any],
         if start + length > sizes[name]:
             raise broken(path, f"is cut short: {sizes[name]} bytes, {start + length} expected")
         offset = index.state.get("offset")
-        items[index.state["fqn"], None if offset is None else _size(offset)] = _Item(path, start, length)
+        items[index.state["fqn"], None if offset is None else _size(offset)] = (path, start, length)
     return items
 
 
