@@ -39,7 +39,7 @@ class Uploads:
         self._is_leader, self._is_new = training.local_process_index == 0, False
         self.current = self._newest = self._stored = self._best = self._trouble = ""
         self._content, self._began, self._uploaded = None, 0.0, set()  # type: bytes | None, float, set[str]
-        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread, self._is_over = threading.Thread(), False
         if training.save_on_each_node:
             raise UserError(
                 "--checkpoint_uri with --save_on_each_node",
@@ -50,10 +50,11 @@ class Uploads:
     def begin(self) -> None:
         """Begins, with the newest complete checkpoint here if the store lacks it."""
         newest = completeness.choose(self.output).newest
-        self._is_new = newest is None
+        self._is_new, self._is_over = newest is None, False
         if newest is not None:
             self.offer(newest, None)
         if self._is_leader and not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._work, daemon=True)
             self._thread.start()
 
     def offer(self, checkpoint: Path, best: str | None) -> None:
@@ -65,14 +66,16 @@ class Uploads:
         """Waits until the newest checkpoint is in the store, but not for ever; returns what is left of it and why."""
         if self._newest != self._stored and self.machine == 0:
             console.say(f"waiting for uploads, {self.timeout_seconds:g} s at most", style="cyan")
-        if not comes_true(lambda: self._newest == self._stored, self.timeout_seconds):
+        is_done = comes_true(lambda: self._newest == self._stored, self.timeout_seconds)
+        self._is_over = True
+        if not is_done:
             return f"{self._newest}: {self._trouble or 'still being uploaded'}"
         if self._newest and self.machine == 0:
             completeness.retire(self.output, self.keep, self._best)  # what had to stay until it was there
         return ""
 
     def _work(self) -> None:
-        while True:
+        while not self._is_over:
             self.current = self._newest if self._newest != self._stored else ""
             try:
                 if self.current:
