@@ -135,7 +135,7 @@ def test_a_store_that_never_answers(
     assert finished.code == 1
     assert f"{uri}: {reason}" in finished.output
     assert "training goes on, and checkpoints are uploaded once it answers" in finished.output
-    assert f"error: not uploaded to {uri}: checkpoint-6: {reason}" in finished.output, finished.output
+    assert f"error: checkpoint-6: {reason}, not uploaded to {uri}" in finished.output, finished.output
     assert "  fix: the same command with --resume_from_checkpoint true" in finished.output
     assert (run / "final" / "model.safetensors").exists()
     s3.make("bucket")
@@ -182,7 +182,7 @@ def test_what_the_store_holds_is_not_trusted(
     refused = sft(*new)
     thread.join()
     assert refused.code == 1
-    assert f"error: not uploaded to {uri}: checkpoint-2: it holds checkpoint-6 of another run" in refused.output
+    assert f"error: checkpoint-2: it holds checkpoint-6 of another run, not uploaded to {uri}" in refused.output
     assert s3.names("bucket") == kept
     assert (tmp_path / "new" / "final" / "model.safetensors").exists()
 
