@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig
 
 from accel_fsdp import exporter
+from accel_fsdp.errors import UserError
 
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "architectures": ["LlamaForCausalLM"]}
 INNER = Path("checkpoint-1") / "pytorch_model_fsdp_0"
@@ -38,3 +39,13 @@ def same(first: State, other: State) -> None:
     for name, tensor in first.items():
         assert tensor.dtype == other[name].dtype, name
         assert torch.equal(tensor, other[name]), name
+
+
+def refused(message: str, src: Path, out: Path | None = None, **options: Any) -> UserError:
+    """The error of an export, by default into `out` beside SRC, or of a check; OUT stays as it was."""
+    out = out if out or options.get("check") else src.parent / "out"
+    before = out is not None and out.exists()
+    with pytest.raises(UserError, match=message) as caught:
+        export(src, out, **options)
+    assert out is None or out.exists() == before
+    return caught.value

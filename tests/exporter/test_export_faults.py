@@ -23,7 +23,7 @@ import sharded
 import torch
 from conftest import ROOT
 from huggingface_hub import HfApi, RepoUrl
-from runs import HEADS, INNER, export
+from runs import HEADS, INNER, export, refused
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -38,7 +38,7 @@ from accel_fsdp.checkpoints import (
     file_names,
 )
 from accel_fsdp.checkpoints.safe_pickles import unpickle
-from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import transformers_probe
 from accel_fsdp.units import GIB
 
@@ -107,8 +107,7 @@ def test_overlapping_chunks_are_found(run_folder: Path, tmp_path: Path) -> None:
     metadata.storage_data[dataclasses.replace(old, offset=first.offsets)] = metadata.storage_data.pop(old)
     second.offsets = first.offsets
     path.write_bytes(pickle.dumps(metadata))
-    with pytest.raises(UserError, match=r"embed_tokens\.weight twice, others never"):
-        export(run_folder, tmp_path / "out")
+    refused(r"embed_tokens\.weight twice, others never", run_folder)
 
 
 class Evil:
@@ -151,8 +150,7 @@ def test_pickles_that_name_code_are_refused(call: str, where: str, run_folder: P
     else:
         shutil.rmtree(run_folder / "checkpoint-1")
         torch.save({"w": torch.ones(2), "x": evil}, run_folder / "model.pth")
-    with pytest.raises(UserError, match=r"which no checkpoint needs|is damaged"):
-        export(run_folder, tmp_path / "out")
+    refused(r"which no checkpoint needs|is damaged", run_folder)
     assert proof.exists() == (call == "unlink")
     assert not (tmp_path / "out").exists()
 
@@ -173,8 +171,7 @@ def test_no_state_reaches_a_class_of_python(run_folder: Path, tmp_path: Path) ->
     honest = pickle.dumps(metadata, 2)
     slots = state("pathlib", "PosixPath", (None, {"parts": (), "is_absolute": None}))
     (run_folder / INNER / ".metadata").write_bytes(slots[:-1] + b"0" + honest[2:])
-    with pytest.raises(UserError, match="is damaged: "):
-        export(run_folder, tmp_path / "out")
+    refused("is damaged: ", run_folder)
     assert Path("/").is_absolute()
 
 
@@ -215,8 +212,7 @@ def test_paths_stay_in_the_folder(trick: str, run_folder: Path, tmp_path: Path) 
         if place.relative_path == "__0_0.distcp":
             metadata.storage_data[index] = _StorageInfo(trick, place.offset, place.length)
     (inner / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(UserError, match=r"outside of its folder|can't be read"):
-        export(run_folder, tmp_path / "out")
+    refused(r"outside of its folder|can't be read", run_folder)
 
 
 def command(*words: str | Path, verify: str = "bytes") -> subprocess.Popen[str]:
@@ -252,8 +248,7 @@ def test_a_disk_that_fills_up_at_any_point(run_folder: Path, tmp_path: Path, mon
         assert sorted(path.name for path in tmp_path.iterdir()) == ["run"], tenth
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(UserError, match=r"the export needs .* MiB are free"):
-        export(run_folder, tmp_path / "out")
+    refused(r"the export needs .* MiB are free", run_folder)
 
 
 @pytest.fixture(scope="module")
@@ -321,14 +316,11 @@ def test_two_exports_to_one_folder(run_folder: Path, tmp_path: Path) -> None:
 def test_what_is_there_is_not_replaced(run_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    with pytest.raises(UserError, match="exists"):
-        export(run_folder, out)
+    refused("exists", run_folder, out)
     (out / "thesis.tex").write_text("")
-    with pytest.raises(UserError, match="not a folder of a model"):
-        export(run_folder, out, force=True)
+    refused("not a folder of a model", run_folder, out, force=True)
     for place in (run_folder, run_folder / "checkpoint-1", run_folder / INNER):
-        with pytest.raises(UserError, match="holds the checkpoint"):
-            export(run_folder, place, force=True)
+        refused("holds the checkpoint", run_folder, place, force=True)
 
 
 FOREIGN = (
@@ -345,8 +337,7 @@ def test_force_replaces_models_alone(entry: str, run_folder: Path, tmp_path: Pat
     for name in ("vocab.bpe", "README.md", "additional_chat_templates/tool.jinja", "model.pth", entry):
         (out / name).parent.mkdir(exist_ok=True)
         (out / name).write_text("")
-    with pytest.raises(UserError, match=re.escape(f"{out} holds {entry.partition('/')[0]}")):
-        export(run_folder, out, force=True)
+    refused(re.escape(f"{out} holds {entry.partition('/')[0]}"), run_folder, out, force=True)
     assert (out / entry).exists()
     (out / entry).unlink()
     if "/" in entry:
@@ -358,18 +349,15 @@ def test_the_model_that_is_used_is_not_replaced(run_folder: Path, tmp_path: Path
     """--model, the run's description, and the base of an adapter: the merge reads it while it is written."""
     given = Path(shutil.copytree(run_folder / "model", tmp_path / "models" / "given"))
     for out in (given, given / "inner"):
-        with pytest.raises(UserError, match="the model that the export uses"):
-            export(run_folder, out, force=True, model=str(given))
+        refused("the model that the export uses", run_folder, out, force=True, model=str(given))
     for model in (None, str(given)):
-        with pytest.raises(UserError, match="the model that the export uses"):
-            export(run_folder, run_folder / "model", force=True, model=model)
+        refused("the model that the export uses", run_folder, run_folder / "model", force=True, model=model)
     export(run_folder, run_folder / "exported")
     adapter = run_folder / "checkpoint-2"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(given)}))
     save_file({"base_model.model.x.lora_A.weight": torch.ones(2, 2)}, adapter / "adapter_model.safetensors")
-    with pytest.raises(UserError, match="the model that the export uses"):
-        export(run_folder, given, force=True, merge_adapter=True)
+    refused("the model that the export uses", run_folder, given, force=True, merge_adapter=True)
     assert [path.name for path in given.iterdir()] == ["config.json"]
 
 
@@ -381,8 +369,7 @@ def test_the_model_that_is_used_is_not_replaced(run_folder: Path, tmp_path: Path
     ],
 )
 def test_flags_are_checked_first(options: dict[str, Any], message: str, run_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=message):
-        export(run_folder, tmp_path / "new" / "out", **options)
+    refused(message, run_folder, tmp_path / "new" / "out", **options)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -398,13 +385,11 @@ def test_a_run_is_not_mistaken_for_what_lies_in_it(run_folder: Path, tmp_path: P
         discover.find(left)
     (tmp_path / "demo" / "real").mkdir(parents=True)
     shutil.copytree(run_folder / "model", tmp_path / "demo" / "model")
-    with pytest.raises(UserError, match="holds no checkpoint"):
-        export(tmp_path / "demo", tmp_path / "out")
+    refused("holds no checkpoint", tmp_path / "demo")
     shutil.copytree(run_folder / "model", tmp_path / "demo" / "other")
     run_folder.rename(tmp_path / "demo" / "real" / "run")
-    with pytest.raises(UserError, match="holds no checkpoint itself") as caught:
-        export(tmp_path / "demo", tmp_path / "out")
-    assert str(tmp_path / "demo" / "real" / "run" / "checkpoint-2") in caught.value.fix
+    caught = refused("holds no checkpoint itself", tmp_path / "demo")
+    assert str(tmp_path / "demo" / "real" / "run" / "checkpoint-2") in caught.fix
     shutil.rmtree(tmp_path / "demo" / "real")
     assert discover.find(tmp_path / "demo")[0].folder.name == "other"  # as final/, where there is no checkpoint
 
@@ -421,8 +406,7 @@ def test_weights_are_enough(run_folder: Path, tmp_path: Path) -> None:
     (folder / "scheduler.pt").unlink()
     export(run_folder, tmp_path / "out")
     (run_folder / INNER / "__1_0.distcp").write_bytes(b"1")
-    with pytest.raises(UserError, match=r"lacks pytorch_model_fsdp_0/__1_0\.distcp"):
-        export(run_folder, tmp_path / "other")
+    refused(r"lacks pytorch_model_fsdp_0/__1_0\.distcp", run_folder, tmp_path / "other")
 
 
 def test_local_state_dicts_are_named(tmp_path: Path) -> None:
@@ -430,9 +414,8 @@ def test_local_state_dicts_are_named(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "pytorch_model_fsdp_rank0.bin").write_bytes(b"1")
     for src in (tmp_path / "run", folder, folder / "pytorch_model_fsdp_rank0.bin"):
-        with pytest.raises(UserError, match="LOCAL_STATE_DICT") as caught:
-            export(src, tmp_path / "out")
-        assert "SHARDED_STATE_DICT" in caught.value.fix
+        caught = refused("LOCAL_STATE_DICT", src, tmp_path / "out")
+        assert "SHARDED_STATE_DICT" in caught.fix
 
 
 @pytest.mark.slow
@@ -475,16 +458,14 @@ def test_push_to_the_hub(run_folder: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(HfApi, "create_repo", lambda _, name, **__: RepoUrl(f"https://huggingface.co/{name}"))
     monkeypatch.setattr(HfApi, "upload_folder", upload)
     refuse = True
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as error:
         export(run_folder, out, push_to_hub="me/model")
-    assert f"accel-fsdp export --check {out} --push-to-hub me/model" in refused.value.fix
+    assert f"accel-fsdp export --check {out} --push-to-hub me/model" in error.value.fix
     refuse = False
     export(out, check=True, push_to_hub="me/model")
     assert pushed == {path.name: path.read_bytes() for path in out.iterdir()}
     for name in ("me/my model", "a/b/c", "-x"):
-        with pytest.raises(UsageError, match="not the name of a repository"):
-            export(run_folder, tmp_path / "other", push_to_hub=name)
-    assert not (tmp_path / "other").exists()
+        refused("not the name of a repository", run_folder, tmp_path / "other", push_to_hub=name)
 
 
 @pytest.mark.parametrize(
@@ -541,8 +522,7 @@ def test_links_of_the_hubs_cache(run_folder: Path, tmp_path: Path) -> None:
     export(snapshot, snapshot, check=True)
     shutil.move(snapshot.parent.parent / "blobs" / "model.safetensors", tmp_path)
     (snapshot.parent.parent / "blobs" / "model.safetensors").symlink_to(tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=rf"{snapshot}/model.safetensors is a link to {tmp_path}/model.safetensors"):
-        export(snapshot, tmp_path / "other")
+    refused(rf"{snapshot}/model.safetensors is a link to {tmp_path}/model.safetensors", snapshot, tmp_path / "other")
 
 
 def test_a_base_that_has_moved(tmp_path: Path) -> None:

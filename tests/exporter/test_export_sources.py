@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import here
 from peft import LoraConfig, get_peft_model
-from runs import export
+from runs import export, refused
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import save as save_dcp
 from transformers import AutoModelForCausalLM
@@ -142,9 +142,7 @@ def test_an_index_and_its_files_agree(
     change: Callable[[Path], None], message: str, sharded: Path, tmp_path: Path
 ) -> None:
     change(sharded)
-    with pytest.raises(UserError, match=message):
-        export(sharded, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    refused(message, sharded, tmp_path / "out")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -176,8 +174,7 @@ def test_an_error_names_the_side_that_failed(
         raise OSError(errno.EIO, "Input/output error", *([str(places[where])] if where else []))
 
     monkeypatch.setattr(command.open_checkpoint, "read", fails)
-    with pytest.raises(UserError, match=message):
-        export(tiny_model, tmp_path / "out")
+    refused(message, tiny_model, tmp_path / "out")
 
 
 def test_lists_are_whole_without_a_terminal(tiny_model: Path, tmp_path: Path) -> None:
@@ -252,11 +249,10 @@ def test_an_adapter_beside_a_model(crowd: Path, tiny_model: Path, tmp_path: Path
     given: dict[str, Any] = {"model": str(tiny_model)}
     assert export(path, tmp_path / "file", **given).keys() == load_file(path).keys()
     assert HEAD in export(crowd / "model.safetensors", tmp_path / "whole", **given)
-    with pytest.raises(UsageError, match="holds a model and an adapter"):
-        export(crowd, tmp_path / "folder", **given)
+    refused("holds a model and an adapter", crowd, tmp_path / "folder", **given)
     export(path, tmp_path / "one", merge_adapter=True, **given)
-    with pytest.raises(UserError, match="--merge-adapter, and the checkpoint has no adapter"):
-        export(crowd / "model.safetensors", tmp_path / "three", merge_adapter=True, **given)
+    none = "--merge-adapter, and the checkpoint has no adapter"
+    refused(none, crowd / "model.safetensors", tmp_path / "three", merge_adapter=True, **given)
     path.rename(crowd / "mine.safetensors")
     assert (
         export(crowd / "mine.safetensors", tmp_path / "mine", **given).keys()
@@ -270,11 +266,9 @@ def test_a_file_of_a_half_written_checkpoint(name: str, crowd: Path, tmp_path: P
     state = load_file(crowd / "ema.safetensors")
     if name != "ema.safetensors":
         torch.save(state, crowd / name)
-    with pytest.raises(UserError, match="lacks its end"):
-        export(crowd / name, tmp_path / "out")
+    refused("lacks its end", crowd / name, tmp_path / "out")
 
 
 def test_a_file_that_is_no_model_is_not_another_one(crowd: Path, tmp_path: Path) -> None:
     path = (crowd / "ema.safetensors").rename(crowd / "optimizer.safetensors")
-    with pytest.raises(UserError, match="holds optimizer state"):
-        export(path, tmp_path / "out")
+    refused("holds optimizer state", path, tmp_path / "out")
