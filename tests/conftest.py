@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -30,7 +31,6 @@ import warm
 
 ROOT = Path(__file__).parent.parent
 SFT = ROOT / "train" / "sft.py"
-PROBE = ROOT / "tests" / "probe.py"
 CHAT_DATA = ROOT / "train" / "data" / "fsdp_chat"
 LAUNCH_SECONDS = 300
 OUTPUT_LETTERS = 3000
@@ -328,12 +328,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def text_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """48 rows of plain text of different lengths, taken from the shipped chats."""
-    import json
+    """48 rows of plain text."""
+    return write_texts(tmp_path_factory.mktemp("data") / "text.jsonl", 48)
 
-    rows = [json.loads(line) for line in (CHAT_DATA / "train.jsonl").read_text().splitlines()[:48]]
-    texts = [row["messages"][0]["content"][: 40 + 5 * (i % 11)] for i, row in enumerate(rows)]
-    path = tmp_path_factory.mktemp("data") / "text.jsonl"
+
+def write_texts(path: Path, count: int) -> Path:
+    """Rows of plain text of different lengths, taken from the shipped chats."""
+    chats = [json.loads(line)["messages"] for line in (CHAT_DATA / "train.jsonl").read_text().splitlines()[:count]]
+    texts = [chat[0]["content"][: 40 + 5 * (number % 11)] for number, chat in enumerate(chats)]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return path
 
@@ -356,5 +358,43 @@ def sft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> C
         code = guard(runpy.run_path(str(SFT), run_name="sft")["main"])
         out, err = capfd.readouterr()
         return Finished(code, out + err)
+
+    return start
+
+
+@pytest.fixture
+def trains(sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path) -> Callable[..., Finished]:
+    """Runs the small job with more flags as the only rank, in this process, into `tmp_path / into`."""
+    from jobs import sft_args
+
+    def start(
+        *more: str | Path, into: str = "run", code: int = 0, model: Path = tiny_model, data: Path = text_data
+    ) -> Finished:
+        finished = sft(*sft_args(model, data, tmp_path / into, *more))
+        assert finished.code == code, finished.output
+        return finished
+
+    return start
+
+
+@pytest.fixture
+def launches(tiny_model: Path, text_data: Path, tmp_path: Path) -> Callable[..., Finished]:
+    """The same on two ranks, under a YAML of these answers to the wizard; `fails` if it ends with an error."""
+    from jobs import make_config, sft_args
+
+    def start(
+        *more: str | Path,
+        into: str = "run",
+        fails: bool = False,
+        script: Path = SFT,
+        model: Path = tiny_model,
+        data: Path = text_data,
+        answers: Mapping[str, str] = MappingProxyType({}),
+        **environment: str,
+    ) -> Finished:
+        config = make_config(tmp_path, model, **answers)
+        finished = accelerate_launch(config, script, *sft_args(model, data, tmp_path / into, *more), **environment)
+        assert (finished.code != 0) == fails, finished.output
+        return finished
 
     return start

@@ -2,18 +2,20 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import CHAT_DATA, SFT, accelerate_launch
+from conftest import CHAT_DATA, Finished
 from datasets import Dataset
-from test_training import STEPS, logged_losses, make_config, sft_args
+from jobs import STEPS, logged_losses
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_fsdp.training.data import DataArguments, packing, tokenizing
 
+Launches = Callable[..., Finished]
 LEARNING_RATE = 0.5
 TOLERANCE = 1e-5
 LIMIT = 128
@@ -66,44 +68,34 @@ def losses_one_by_one(model_folder: Path, path: Path) -> list[float]:
 
 
 def test_packed_training_on_two_ranks_is_that_of_single_documents(
-    chats: Path, tiny_model: Path, tmp_path: Path
+    chats: Path, launches: Launches, tiny_model: Path, tmp_path: Path
 ) -> None:
-    config = make_config(tmp_path, tiny_model, fsdp_version="2")
     flags = ("--packing", "--assistant_only_loss", "--max_length", str(LIMIT), "--optim", "sgd", "--max_grad_norm", "0")
-    rate = ("--learning_rate", str(LEARNING_RATE))
-    out = tmp_path / "run"
-    finished = accelerate_launch(config, SFT, *sft_args(tiny_model, chats, out, *flags, *rate))
-    assert finished.code == 0, finished.output
+    finished = launches(*flags, "--learning_rate", str(LEARNING_RATE), data=chats, answers={"fsdp_version": "2"})
     assert "packed into 4, padding " in finished.output
     expected = losses_one_by_one(tiny_model, chats)
     assert expected[0] - expected[-1] > 0.1
-    assert logged_losses(out) == pytest.approx(expected, abs=TOLERANCE)
-    assert json.loads((out / "run.json").read_text())["plan"]["recipe"]["packed"]
+    assert logged_losses(tmp_path / "run") == pytest.approx(expected, abs=TOLERANCE)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["plan"]["recipe"]["packed"]
 
 
-def test_a_stream_trains_and_is_evaluated(chats: Path, tiny_model: Path, tmp_path: Path) -> None:
+def test_a_stream_trains_and_is_evaluated(chats: Path, launches: Launches, tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     for name in ("train", "test"):
         (folder / f"{name}.jsonl").write_text(chats.read_text())
     flags = ("--streaming", "--packing", "--max_length", str(LIMIT))
-    flags += ("--eval_strategy", "steps", "--eval_steps", str(STEPS))
-    finished = accelerate_launch(
-        make_config(tmp_path, tiny_model), SFT, *sft_args(tiny_model, folder, tmp_path / "run", *flags)
-    )
-    assert finished.code == 0, finished.output
+    finished = launches(*flags, "--eval_strategy", "steps", "--eval_steps", str(STEPS), data=folder)
     assert len(logged_losses(tmp_path / "run")) == STEPS
     assert "held-out loss" in finished.output
 
 
-def test_a_corrupt_row_stops_all_ranks_with_one_message(chats: Path, tiny_model: Path, tmp_path: Path) -> None:
+def test_a_corrupt_row_stops_all_ranks_with_one_message(chats: Path, launches: Launches, tmp_path: Path) -> None:
     lines = chats.read_text().splitlines()
     chats.write_text("\n".join([*lines, '{"messages": [{"role": "user"}]}']) + "\n")
-    out = tmp_path / "run"
-    finished = accelerate_launch(make_config(tmp_path, tiny_model), SFT, *sft_args(tiny_model, chats, out))
-    assert finished.code == 1
+    output = launches(data=chats, fails=True).output
     message = f"error: {chats}, row {len(lines) + 1}: "
-    assert finished.output.count(f"\n{message}") == 1
-    assert finished.output.count(message) == 2  # the launcher's account has it too
-    assert finished.output.count("Traceback") == 1  # the launcher's own
-    assert not (out / "final").exists()
+    assert output.count(f"\n{message}") == 1
+    assert output.count(message) == 2  # the launcher's account has it too
+    assert output.count("Traceback") == 1  # the launcher's own
+    assert not (tmp_path / "run" / "final").exists()

@@ -4,13 +4,13 @@ Some have parameters which no gradient reaches, and for which the optimizer ther
 names and shapes in files than in memory.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import PROBE, SFT, Finished, accelerate_launch, made_yaml
+from conftest import SFT, Finished, accelerate_launch, made_yaml
+from jobs import launch
 from reference import job_words, losses_of
 from safetensors.torch import load_file
 from transformers import (
@@ -77,19 +77,14 @@ def with_experts(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def runs(with_images: Path, text_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Under each engine a run without interruption, and one that goes on from its middle; all in one launch."""
     folder, jobs = tmp_path_factory.mktemp("runs"), {}
+    shared = job_words(with_images, text_data, folder, STEPS, 2, save_steps=SAVED)
     for name, flags in ENGINES.items():
         config = folder / f"{name}.yaml"
         fixed = {"model": str(with_images), "num_processes": str(RANKS), "mixed_precision": "no", "layer_class": UNITS}
         config.write_text(made_yaml(**fixed, **flags))
-        middle = str(folder / name / f"checkpoint-{SAVED}")
-        jobs[name] = ["--config_file", str(config)]
-        jobs[f"{name}-resumed"] = ["--config_file", str(config), "--resume_from_checkpoint", middle]
-    first = next(iter(jobs))
-    words = job_words(with_images, text_data, folder / first, STEPS, 2, save_steps=SAVED)
-    more = json.dumps({name: each for name, each in jobs.items() if name != first})
-    finished = accelerate_launch(folder / f"{first}.yaml", PROBE, *words, PROBE_OUT=str(folder), PROBE_MORE=more)
-    assert finished.code == 0, finished.output
-    return folder
+        jobs[name] = ["--config_file", str(config), *shared]
+        jobs[f"{name}-resumed"] = [*shared, "--resume_from_checkpoint", str(folder / name / f"checkpoint-{SAVED}")]
+    return launch(jobs, folder).folder
 
 
 def states(checkpoint: Path) -> dict[str, bytes]:
