@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
@@ -252,6 +253,29 @@ def accelerate_launch(
 def accel_fsdp(*args: str | Path) -> Finished:
     """The console command."""
     return run([sys.executable, "-m", "accel_fsdp", *args])
+
+
+@contextlib.contextmanager
+def files_of_at_most(limit_bytes: int) -> Iterator[None]:
+    """No file of this process can grow beyond the limit, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def peak_bytes(*words: str | Path) -> int:
+    """The most memory that the console command takes in a process of its own, as Linux tells it."""
+    script = (
+        "import sys; from accel_fsdp import cli\n"
+        "try: cli.main()\n"
+        "finally: print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
+    )
+    command = [sys.executable, "-c", script, *map(str, words)]
+    finished = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, check=True)
+    return int(finished.stdout.split()[-1]) * 1024
 
 
 @dataclass(frozen=True)

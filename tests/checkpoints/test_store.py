@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.local import LocalFileSystem
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_fsdp.checkpoints import Origin, Store, completeness, marker, store
@@ -145,6 +145,7 @@ PARTS = st.lists(st.text("abc-._ 1", min_size=1).filter(lambda part: part not in
 
 
 @given(SCHEMES, PARTS)
+@settings(max_examples=25)
 def test_a_uri_survives_being_a_path(scheme: str, parts: list[str]) -> None:
     """Flags for paths make one slash of two."""
     uri = f"{scheme}://{'/'.join(parts)}"

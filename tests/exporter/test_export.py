@@ -45,12 +45,6 @@ def test_a_damaged_export_is_refused(damage: object, message: str, model: LlamaF
     assert exported_folder.verify(tmp_path, expected) == 21
 
 
-def test_master_weights_are_expected_in_float32(model: LlamaForCausalLM) -> None:
-    low = model.to(torch.bfloat16)
-    assert {spec.dtype for spec in exported_folder.expected_tensors(low, torch.float32).tensors.values()} == {"F32"}
-    assert {spec.dtype for spec in exported_folder.expected_tensors(low, None).tensors.values()} == {"BF16"}
-
-
 @pytest.mark.parametrize(
     ("held", "saved_as", "message"),
     [

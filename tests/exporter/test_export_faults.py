@@ -7,13 +7,12 @@ import os
 import pickle
 import random
 import re
-import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import pytest
 import runs
 import sharded
 import torch
-from conftest import ROOT
+from conftest import ROOT, files_of_at_most, peak_bytes
 from huggingface_hub import HfApi, RepoUrl
 from runs import HEADS, INNER, export, refused
 from safetensors.torch import save_file
@@ -160,21 +159,6 @@ def state(module: str, name: str, content: Any) -> bytes:
     return b"\x80\x02c" + f"{module}\n{name}\n".encode() + pickle.dumps(content, 2)[2:-1] + b"b."
 
 
-def test_no_state_reaches_a_class_of_python(run_folder: Path, tmp_path: Path) -> None:
-    """Slots of PosixPath once switched off the check of where a checkpoint's files lie."""
-    secret = tmp_path / "secret.distcp"
-    secret.write_bytes((run_folder / INNER / "__0_0.distcp").read_bytes())
-    metadata = FileSystemReader(run_folder / INNER).read_metadata()
-    for index, place in metadata.storage_data.items():
-        if place.relative_path == "__0_0.distcp":
-            metadata.storage_data[index] = _StorageInfo(str(secret), place.offset, place.length)
-    honest = pickle.dumps(metadata, 2)
-    slots = state("pathlib", "PosixPath", (None, {"parts": (), "is_absolute": None}))
-    (run_folder / INNER / ".metadata").write_bytes(slots[:-1] + b"0" + honest[2:])
-    refused("is damaged: ", run_folder)
-    assert Path("/").is_absolute()
-
-
 ESCAPES = [
     state("pathlib", "PosixPath", (None, {"is_absolute": None})),
     state("torch.distributed.checkpoint.metadata", "Metadata", (None, {"state": 1})),
@@ -224,17 +208,6 @@ def command(*words: str | Path, verify: str = "bytes") -> subprocess.Popen[str]:
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-
-
-@contextlib.contextmanager
-def files_of_at_most(limit_bytes: int) -> Iterator[None]:
-    """No file of this process can grow beyond the limit."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_disk_that_fills_up_at_any_point(run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,27 +395,13 @@ def test_local_state_dicts_are_named(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells a process's peak memory there")
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     """Memory holds the largest tensor, and a gigabyte at most of libraries and what is read ahead."""
-    peaks = []
     for vocabulary in (32_000, 128_000):
         folder = tmp_path / str(vocabulary)
         config = LlamaConfig(**{**SIZES, "vocab_size": vocabulary, "hidden_size": 252}, **HEADS, dtype="float32")
         sharded.make(folder, config, ranks=2)
-        script = (
-            "import sys; from accel_fsdp import cli\n"
-            "try: cli.main()\n"
-            "finally: print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
-        )
-        words = ["export", str(folder), str(folder / "out"), "--verify", "bytes", "--no-sync"]
-        finished = subprocess.run(
-            [sys.executable, "-c", script, *words],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-        assert finished.returncode == 0, finished.stderr
-        peaks.append(int(finished.stdout))
+        peak = peak_bytes("export", folder, folder / "out", "--verify", "bytes", "--no-sync")
+        assert peak < 128_000 * 252 * 4 + GIB
         shutil.rmtree(folder)
-    assert max(peaks) < (128_000 * 252 * 4 + GIB) / 1024
 
 
 def test_push_to_the_hub(run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,14 +13,12 @@ from conftest import ROOT, accel_fsdp, here, run
 from peft import LoraConfig, PeftModel, get_peft_model
 from runs import export, refused, same
 from safetensors.torch import load_file
-from test_export_architectures import transposed_files
 from torch.distributed.checkpoint import save as save_dcp
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
     LlamaForCausalLM,
 )
 
@@ -200,24 +198,6 @@ def test_ties_that_the_config_does_not_mention(tmp_path: Path) -> None:
     path.write_text(json.dumps({key: value for key, value in config.items() if key != "tie_word_embeddings"}))
     theirs = load_file(tmp_path / "model" / "model.safetensors")
     same(export(tmp_path, tmp_path / "out"), theirs)
-
-
-def test_files_that_differ_in_the_order_of_elements(tmp_path: Path) -> None:
-    with transposed_files():
-        assert_converted(tmp_path)
-
-
-def assert_converted(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, architectures=["LlamaForCausalLM"]))
-    torch.save(model.state_dict(), tmp_path / "model.pth")
-    model.save_pretrained(tmp_path / "model")
-    theirs = load_file(tmp_path / "model" / "model.safetensors")
-    name = "model.layers.0.self_attn.q_proj.weight"
-    assert torch.equal(theirs[name], model.state_dict()[name].T)
-
-    same(export(tmp_path / "model.pth", tmp_path / "out", model=str(tmp_path / "model")), theirs)
 
 
 def test_what_comes_with_the_weights(written: Path, tiny_model: Path, tmp_path: Path) -> None:
