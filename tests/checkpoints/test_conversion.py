@@ -36,13 +36,11 @@ def state_of(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str,
     torch.manual_seed(1)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     moments = {
-        name: {
-            "step": torch.tensor(float(STEP)),
-            "exp_avg": torch.randn_like(weight),
-            "exp_avg_sq": torch.rand_like(weight),
-        }
+        name: {"exp_avg": torch.randn_like(weight), "exp_avg_sq": torch.rand_like(weight)}
         for name, weight in weights.items()
     }
+    for state in moments.values():
+        state["step"] = torch.tensor(float(STEP))
     decaying = [name for name in weights if "norm" not in name]
     others = [name for name in weights if "norm" in name]
     groups = [{**SETTINGS, "params": decaying}, {**SETTINGS, "weight_decay": 0.0, "params": others}]
@@ -87,23 +85,18 @@ def test_deepspeed_reads_the_weights(stage: int, ranks: int, source: Path, tiny_
 def test_there_and_back_again(source: Path, tmp_path: Path) -> None:
     """FSDP to ZeRO-3, ZeRO-2 and FSDP: read by torch, all is as it was, with settings, schedule and origin."""
     convert(source, tmp_path / "three" / source.name, "zero3", ranks=3)
-    convert(
-        tmp_path / "three" / source.name,
-        tmp_path / "two" / source.name,
-        "zero2",
-        ranks=4,
-        model=source.parent / "model",
-    )
-    convert(tmp_path / "two" / source.name, tmp_path / "fsdp" / source.name, "fsdp1")
+    three, two, fsdp = (tmp_path / name / source.name for name in ("three", "two", "fsdp"))
+    convert(three, two, "zero2", ranks=4, model=source.parent / "model")
+    convert(two, fsdp, "fsdp1")
     for folder in ("pytorch_model_fsdp_0", "optimizer_0"):
         contents = []
-        for checkpoint in (source, tmp_path / "fsdp" / source.name):
+        for checkpoint in (source, fsdp):
             dcp_to_torch_save(checkpoint / folder, tmp_path / "whole.pt")
             contents.append(torch.load(tmp_path / "whole.pt", weights_only=True))
         assert equal(*contents)
-    assert (tmp_path / "fsdp" / source.name / "scheduler.pt").read_bytes() == (source / "scheduler.pt").read_bytes()
-    marker = json.loads((tmp_path / "fsdp" / source.name / "complete.json").read_text())
-    assert marker["origin"] == json.loads((source / "complete.json").read_text())["origin"]
+    assert (fsdp / "scheduler.pt").read_bytes() == (source / "scheduler.pt").read_bytes()
+    markers = [json.loads((checkpoint / "complete.json").read_text()) for checkpoint in (fsdp, source)]
+    assert markers[0]["origin"] == markers[1]["origin"]
 
 
 def test_what_is_not_told_is_as_in_the_files_of_src(source: Path, tmp_path: Path) -> None:
@@ -199,6 +192,7 @@ def of_a_larger_model(checkpoint: Path) -> None:
     path.write_text(json.dumps({**config, "num_hidden_layers": 3, "layer_types": None}))
 
 
+TWO: dict[str, Any] = {"ranks": 2, "mixed_precision": "no"}
 REFUSED: dict[str, tuple[Callable[[Path], None], str, dict[str, Any], str]] = {
     "no schedule": (without_schedule, "fsdp2", {}, "has no scheduler.pt that can be read"),
     "no optimizer": (without_optimizer, "fsdp2", {}, "holds no optimizer whose state names the parameters"),
@@ -208,12 +202,10 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str, dict[str, Any], str]] = {
     "no number of ranks": (unmarked, "zero2", {}, "--to zero2 without --ranks"),
     "no precision": (unmarked, "zero2", {"ranks": 2}, "--to zero2 without --mixed-precision"),
     "no rank": (unmarked, "zero2", {"ranks": 0}, "--ranks 0"),
-    "moments in bf16": (rewritten(narrow_moments), "zero3", {"ranks": 2, "mixed_precision": "no"}, "aren't in float32"),
-    "frozen": (rewritten(freeze_one), "zero3", {"ranks": 2, "mixed_precision": "no"}, "lm_head.weight is not trained"),
+    "moments in bf16": (rewritten(narrow_moments), "zero3", TWO, "aren't in float32"),
+    "frozen": (rewritten(freeze_one), "zero3", TWO, "lm_head.weight is not trained"),
     "another model": (
-        rewritten(grow_one),
-        "zero1",
-        {"ranks": 2, "mixed_precision": "no"},
+        *(rewritten(grow_one), "zero1", TWO),
         r"lm_head.weight has the shape \(600, 36\) in the checkpoint, and \(509, 36\) in the model",
     ),
     "a larger model": (of_a_larger_model, "zero1", {}, "model.layers.2.* has the shape of no weight"),

@@ -34,27 +34,46 @@ def rewritten(change: Callable[[dict[str, Any]], Any]) -> Callable[[str], str]:
     return text
 
 
-BROKEN: dict[str, Callable[[str], str]] = {
-    "cut": lambda text: text[: len(text) // 2],
-    "empty": lambda text: "",
-    "a list": lambda text: "[]",
-    "without tensors": rewritten(lambda report: {"source": "x", "kind": "y"}),
-    "odd shapes": rewritten(lambda report: report["tensors"][NAME].update(shape=["x"])),
-    "a hash that is none": rewritten(lambda report: report["tensors"][NAME].update(hash="")),
-    "without hashes of companion files": rewritten(lambda report: report.update(papers={})),
-    "without companion files": rewritten(lambda report: {key: report[key] for key in report if key != "papers"}),
-    "an endless shape": rewritten(lambda report: report["tensors"][NAME].update(shape=[math.inf])),
+DAMAGED = r"export\.json is damaged"
+Change = Callable[[str], str] | None
+CHANGED: dict[str, tuple[str, Change, str]] = {
+    "cut": ("export.json", lambda text: text[: len(text) // 2], DAMAGED),
+    "empty": ("export.json", lambda text: "", DAMAGED),
+    "a list": ("export.json", lambda text: "[]", DAMAGED),
+    "without tensors": ("export.json", rewritten(lambda report: {"source": "x", "kind": "y"}), DAMAGED),
+    "odd shapes": ("export.json", rewritten(lambda report: report["tensors"][NAME].update(shape=["x"])), DAMAGED),
+    "no hash": ("export.json", rewritten(lambda report: report["tensors"][NAME].update(hash="")), DAMAGED),
+    "no hashes of other files": ("export.json", rewritten(lambda report: report.update(papers={})), DAMAGED),
+    "an endless shape": (
+        "export.json",
+        rewritten(lambda report: report["tensors"][NAME].update(shape=[math.inf])),
+        DAMAGED,
+    ),
+    "another number": (
+        "config.json",
+        lambda text: text.replace("10000.0", "10001.0"),
+        "config.json was changed after the export",
+    ),
+    "no config": ("config.json", None, "config.json is missing"),
+    "other weights": ("pytorch_model.bin", str, "pytorch_model.bin was not exported"),
+    "code": ("inner/x.py", str, "inner/x.py was not exported"),
+    "a card": ("README.md", str, ""),
+    "the hub's own": (".gitattributes", str, ""),
 }
+"""A file of an export, what becomes of its text, and what the check says; nothing where it may change."""
 
 
-@pytest.mark.parametrize("how", BROKEN)
-def test_a_report_that_cannot_be_read_is_an_error(how: str, exported: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", CHANGED)
+def test_check_compares_all_files_with_the_report(how: str, exported: Path, tmp_path: Path) -> None:
     """Or a changed weight would pass as an export without report."""
-    out = tmp_path / "out"
-    shutil.copytree(exported / "out", out)
-    report = out / "export.json"
-    report.write_text(BROKEN[how](report.read_text()))
-    refused(r"export\.json is damaged", out, check=True)
+    out, (name, change, message) = Path(shutil.copytree(exported / "out", tmp_path / "out")), CHANGED[how]
+    path = out / name
+    if change is None:
+        path.unlink()
+    else:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(change(path.read_text() if path.exists() else "new"))
+    refused(message, out, check=True) if message else export(out, check=True)
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"])

@@ -1,12 +1,10 @@
 """`accel-fsdp export` of what is damaged or evil, on full disks, and killed: OUT is complete or as it was."""
 
-import contextlib
 import dataclasses
 import json
 import os
 import pickle
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -302,19 +300,19 @@ FOREIGN = (
 )
 
 
-@pytest.mark.parametrize("entry", FOREIGN)
-def test_force_replaces_models_alone(entry: str, run_folder: Path, tmp_path: Path) -> None:
+def test_force_replaces_models_alone(run_folder: Path, tmp_path: Path) -> None:
     """Other data beside a model stays; all that an export itself writes may go."""
     out = tmp_path / "out"
     export(run_folder, out)
-    for name in ("vocab.bpe", "README.md", "additional_chat_templates/tool.jinja", "model.pth", entry):
+    for name in ("vocab.bpe", "README.md", "additional_chat_templates/tool.jinja", "model.pth", *FOREIGN):
         (out / name).parent.mkdir(exist_ok=True)
         (out / name).write_text("")
-    refused(re.escape(f"{out} holds {entry.partition('/')[0]}"), run_folder, out, force=True)
-    assert (out / entry).exists()
-    (out / entry).unlink()
-    if "/" in entry:
-        (out / entry).parent.rmdir()
+    for entry in FOREIGN:
+        assert f"{out} holds " in refused("holds", run_folder, out, force=True).what
+        assert (out / entry).exists()
+        (out / entry).unlink()
+        if "/" in entry:
+            (out / entry).parent.rmdir()
     export(run_folder, out, force=True)
 
 
@@ -425,32 +423,6 @@ def test_push_to_the_hub(run_folder: Path, tmp_path: Path, monkeypatch: pytest.M
     assert pushed == {path.name: path.read_bytes() for path in out.iterdir()}
     for name in ("me/my model", "a/b/c", "-x"):
         refused("not the name of a repository", run_folder, tmp_path / "other", push_to_hub=name)
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("config.json", lambda text: text.replace("10000.0", "10001.0"), "config.json was changed after the export"),
-        ("config.json", None, "config.json is missing"),
-        ("pytorch_model.bin", str, "pytorch_model.bin was not exported"),
-        ("inner/x.py", str, "inner/x.py was not exported"),
-        ("README.md", str, ""),
-        (".gitattributes", str, ""),
-    ],
-)
-def test_check_compares_all_files(
-    name: str, change: Callable[[str], str] | None, message: str, run_folder: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    export(run_folder, out)
-    path = out / name
-    if change is None:
-        path.unlink()
-    else:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(change(path.read_text() if path.exists() else "new"))
-    with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
-        export(out, out, check=True)
 
 
 @pytest.mark.parametrize("config", ["{", '{"model_type": "no such"}', "{}", STRANGE, ODD, None])

@@ -1,6 +1,5 @@
 """`accel-fsdp convert`: training goes on under another engine, on another number of ranks, as if it hadn't moved."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, Finished, accelerate_launch, made_yaml
+from conftest import ROOT, Finished, accelerate_launch, made_yaml, write_texts
 from reference import job_words, losses_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -61,11 +60,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    chats = (ROOT / "train" / "data" / "fsdp_chat" / "train.jsonl").read_text().splitlines()[:60]
-    texts = [json.loads(line)["messages"][0]["content"][: 40 + 5 * (i % 11)] for i, line in enumerate(chats)]
-    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
+    return write_texts(tmp_path_factory.mktemp("rows") / "rows.jsonl", 60)
 
 
 def launched(engine: str, ranks: int, folder: Path, words: list[str], model: Path, **environment: str) -> Finished:

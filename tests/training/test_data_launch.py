@@ -1,7 +1,6 @@
 """The data flags of `train/sft.py` on two processes: packing, masks, streams, and a row that stops the job."""
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 from conftest import CHAT_DATA, Finished
 from datasets import Dataset
 from jobs import STEPS, logged_losses
-from torch.nn import functional
+from test_packing import plain
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_fsdp.training.data import DataArguments, packing, tokenizing
@@ -43,27 +42,14 @@ def chats(tiny_model: Path, tmp_path: Path) -> Path:
 
 def losses_one_by_one(model_folder: Path, path: Path) -> list[float]:
     """Plain SGD on all documents at every step, each alone in its forward pass; only what the assistant says counts."""
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    options = DataArguments(str(path), max_length=LIMIT, assistant_only_loss=True)
+    rows = tokenizing.tokenize(Dataset.from_json(str(path)), AutoTokenizer.from_pretrained(model_folder), options)[0]
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    documents = []
-    for line in path.read_text().splitlines():
-        text = "".join(f"<|im_start|>{t['role']}\n{t['content']}<|im_end|>\n" for t in json.loads(line)["messages"])
-        spoken = [turn.span(1) for turn in re.finditer(r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)", text, re.DOTALL)]
-        encoded = tokenizer(text, return_offsets_mapping=True)
-        inside = [any(start <= a and b <= end for start, end in spoken) for a, b in encoded["offset_mapping"]]
-        documents.append((torch.tensor(encoded["input_ids"]), torch.tensor(inside)))
-    trained = sum(int(inside[1:].sum()) for _, inside in documents)
     losses = []
     for _ in range(STEPS):
-        total = torch.zeros(())
-        for ids, inside in documents:
-            logits = model(input_ids=ids[None]).logits[0, :-1]
-            total = total + functional.cross_entropy(logits[inside[1:]], ids[1:][inside[1:]], reduction="sum")
-        optimizer.zero_grad()
-        (total / trained).backward()
+        losses.append(plain(model, rows)[0].item())
         optimizer.step()
-        losses.append(total.item() / trained)
     return losses
 
 

@@ -257,12 +257,25 @@ def torchrun(*words: str | Path) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *map(str, words)]
 
 
+def on_two_nodes(words: dict[int, Sequence[str | Path]], **environment: str) -> list[Finished]:
+    """Two agents of one rank that meet by c10d, as on two machines, of which number 1 is the host."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    agents = [
+        torchrun(
+            *("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--local-addr", "127.0.0.1"),
+            *("--rdzv-endpoint", endpoint, "--rdzv-conf", f"is_host={host}", *own),
+        )
+        for host, own in words.items()
+    ]
+    return together(agents, **environment)
+
+
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize("engine", ["fsdp2", "zero2"])
 def test_torchrun_on_two_nodes_reads_the_yaml(
     engine: str, tiny_model: Path, text_data: Path, reference: Reference, lora_reference: Reference, tmp_path: Path
 ) -> None:
-    """Two agents that meet by c10d, as on two machines; number and addresses of the YAML's machines don't count."""
+    """Number and addresses of the YAML's machines don't count."""
     config = tmp_path / "two.yaml"
     shipped = "fsdp2_two_nodes" if engine == "fsdp2" else engine
     config.write_text(
@@ -270,15 +283,7 @@ def test_torchrun_on_two_nodes_reads_the_yaml(
     )
     args = [*sft_args(tiny_model, text_data, tmp_path), "--accelerate_config", str(config)]
     words, variables = probed({"full": args, "lora": [*args, *LORA]}, tmp_path)
-    port = free_port()
-    nodes = [
-        torchrun(
-            *("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--local-addr", "127.0.0.1"),
-            *("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", f"is_host={host}", PROBE, *words),
-        )
-        for host in (1, 0)
-    ]
-    first, second = together(nodes, **variables)
+    first, second = on_two_nodes({host: [PROBE, *words] for host in (1, 0)}, **variables)
     assert (first.code, second.code) == (0, 0), first.output + second.output
     assert ("sharding: FSDP2" if engine == "fsdp2" else "DEEPSPEED: no FSDP") in first.output + second.output
     assert_like(Jobs(tmp_path, {}), "full", tiny_model, reference)
@@ -287,17 +292,9 @@ def test_torchrun_on_two_nodes_reads_the_yaml(
 
 def test_two_machines_without_a_shared_disk_are_refused(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
     """Each would keep its own ranks' shards, and every checkpoint would look complete on the first of them."""
-    port = free_port()
-    nodes = [
-        torchrun(
-            *("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--local-addr", "127.0.0.1"),
-            *("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", f"is_host={host}", SCARCE),
-            *sft_args(tiny_model, text_data, tmp_path / f"disk-{host}"),
-            *("--accelerate_config", FOLDER / "fsdp2_two_nodes.yaml"),
-        )
-        for host in (1, 0)
-    ]
-    first, second = together(nodes, SCARCE="patience")
+    config = ("--accelerate_config", FOLDER / "fsdp2_two_nodes.yaml")
+    words = {host: [SCARCE, *sft_args(tiny_model, text_data, tmp_path / f"disk-{host}"), *config] for host in (1, 0)}
+    first, second = on_two_nodes(words, SCARCE="patience")
     assert first.code != 0
     assert second.code != 0
     assert "is not the same folder on all machines" in first.output + second.output

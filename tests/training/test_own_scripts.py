@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from conftest import ROOT, Finished, run
-from conftest import accel_fsdp as command
+from conftest import ROOT, Finished, here, run
+from jobs import make_config
 from stores import S3, s3  # noqa: F401  # a fixture
-from test_training import make_config
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -61,7 +60,7 @@ def test_killed_resumed_elsewhere_and_stopped(
     whole_losses = losses(straight / "checkpoint-10")
     assert losses(newest) == pytest.approx(whole_losses[:step], abs=2e-4)
     assert whole_losses[-1] != pytest.approx(whole_losses[0], abs=1e-2)
-    shown = json.loads(command("checkpoints", elsewhere, "--json").output)
+    shown = json.loads(here("checkpoints", elsewhere, "--json").printed)
     assert (shown[-1]["step"], shown[-1]["complete"]) == (step, True)
 
 

@@ -27,17 +27,9 @@ from accel_fsdp.training import mesh
 
 STEPS, BATCH = 3, 8
 SMALL = {
-    "vocab_size": 512,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "eos_token_id": 2,
-    "bos_token_id": 1,
+    **{"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8},
+    **{"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 256},
+    **{"pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 1},
 }
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 KINDS = {
@@ -206,14 +198,9 @@ def test_a_run_goes_on_over_other_meshes(trained: Jobs, models: Path, text_data:
         torch.testing.assert_close(value, plain.weights[tensor], rtol=0, atol=5e-4, msg=tensor)
 
 
+SIX_HEADS = {"num_attention_heads": 6, "hidden_size": 36}
 REFUSED = {
-    "tp 4 doesn't divide the model's 6 attention heads": (
-        "tp4",
-        1,
-        {"num_attention_heads": 6, "hidden_size": 36},
-        "full",
-    ),
-    "ep 2: transformers has no plan to divide the experts": ("fsdp4", 2, {}, "full"),
+    "tp 4 doesn't divide the model's 6 attention heads": ("tp4", 1, SIX_HEADS, "full"),
     "--expert_parallel_size 3 on a mesh of fsdp 4": ("fsdp4", 3, {}, "full"),
     "an adapter with tp 4": ("tp4", 1, {}, "lora"),
     "packed weights, of 4-bit or 8-bit values, with ep 2": ("fsdp4", 2, {}, "qlora"),
@@ -222,6 +209,7 @@ REFUSED = {
         "full",
     ),
 }
+"""More of them are in `test_divided_models.py`."""
 
 
 def become_rank(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ RESUMED: dict[str, dict[str, str]] = {
     "sharded-1": {"fsdp_version": "1"},
     "sharded-2": {"fsdp_version": "2"},
     "full-2": {"fsdp_version": "2", **FULL},
+    "ddp": {"fsdp_version": "2", "strategy": "3"},
     "lora-fsdp1-ac": {"fsdp_version": "1", **CHECKPOINTS},
     "lora-fsdp2-full": {"fsdp_version": "2", **FULL},
 }
