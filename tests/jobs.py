@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from conftest import ROOT, accelerate_launch, made_yaml
 from reference import job_words, losses_of
+from transformers import AutoTokenizer
 
 PROBE = ROOT / "tests" / "probe.py"
 Words = Sequence[str | Path]
@@ -25,6 +26,13 @@ def make_config(folder: Path, model: Path, **flags: str) -> Path:
     path = folder / "fsdp.yaml"
     path.write_text(made_yaml(**{"model": str(model), "num_processes": str(RANKS), "mixed_precision": "no", **flags}))
     return path
+
+
+def save(model: Any, folder: Path, tokenizer_of: Path) -> Path:
+    """A model's folder, with the tokenizer of another one."""
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer_of).save_pretrained(folder)
+    return folder
 
 
 def sft_args(model: Path, data: Path, output: Path, *more: str | Path) -> list[str]:

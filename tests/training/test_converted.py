@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, Finished, accelerate_launch, made_yaml, write_texts
+from jobs import save
 from reference import job_words, losses_of
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from accel_fsdp import conversion
 from accel_fsdp.checkpoints import completeness, marker
@@ -47,9 +48,7 @@ Sources = Callable[[str], Source]
 def made(folder: Path, tokenizer: Path, tied: bool) -> Path:
     torch.manual_seed(0)
     config = AutoConfig.for_model("qwen3", **SIZES, tie_word_embeddings=tied)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
-    return folder
+    return save(AutoModelForCausalLM.from_config(config, dtype=torch.float32), folder, tokenizer)
 
 
 @pytest.fixture(scope="module")

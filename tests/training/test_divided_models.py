@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import accel_fsdp
+from conftest import here
 from peft.tuners.lora import LoraLayer
 from test_trained_meshes import EXPERTS, KINDS, PACKED, SMALL
 from torch import nn
@@ -186,7 +186,7 @@ def test_check_and_training_refuse_an_adapter_on_divided_experts(
     file.write_text(yaml.safe_dump(dict(file_for({}).values)))
     words = f"{EXPERT_FLAG} 2 --use_peft --lora_target_modules {targets}"
     (tmp_path / "line").write_text(f"train/sft.py --model_name_or_path {tmp_path} {words}")
-    checked = accel_fsdp("check", file, "--args", tmp_path / "line").output
+    checked = here("check", file, "--args", tmp_path / "line").output
     refused = ""
     try:
         mesh.check_on(replace(from_yaml.layout_of(file_for({})), experts=2), config, "lora", targets.split())

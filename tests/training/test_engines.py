@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, Finished, accelerate_launch, free_port, made_yaml, run, together
-from jobs import PROBE, Jobs, launch, probed
+from jobs import PROBE, Jobs, launch, probed, save
 from offline import assert_exports_offline
 from peft import PeftModel
 from reference import LEARNING_RATE, LORA_LEARNING_RATE, Reference, job_words, train
@@ -377,8 +377,7 @@ def test_only_rank_0_holds_the_weights_it_reads(tiny_model: Path, text_data: Pat
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 5, "vocab_size": 509}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8)).to(torch.bfloat16)
     total = sum(parameter.numel() for parameter in model.parameters())
-    model.save_pretrained(tmp_path / "model")
-    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "model")
+    save(model, tmp_path / "model", tiny_model)
     config = tmp_path / "fsdp.yaml"
     config.write_text(made_yaml(model=str(tmp_path / "model"), num_processes="2", mixed_precision="no"))
     args = [*sft_args(tmp_path / "model", text_data, tmp_path / "run"), "--max_steps", "1"]

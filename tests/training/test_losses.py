@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, Finished
-from jobs import STEPS, logged_losses
+from jobs import STEPS, logged_losses, save
 from reference import SGD_LEARNING_RATE, train
 from safetensors.torch import load_file
 from torch.nn import functional
@@ -22,10 +22,8 @@ from transformers import (
     BartForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
-    Trainer,
 )
 
 from accel_fsdp.training import Diverged, divergence, losses
@@ -45,12 +43,6 @@ BART = {
 }
 
 
-def saved(model: torch.nn.Module, folder: Path, tokenizer_of: Path) -> Path:
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tokenizer_of).save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize("make", ["gpt2", "bart"])
 def test_every_predicted_token_counts_once_whatever_the_class_does(
     make: str, trains: Trains, tiny_model: Path, text_data: Path, tmp_path: Path
@@ -61,7 +53,7 @@ def test_every_predicted_token_counts_once_whatever_the_class_does(
     """
     torch.manual_seed(0)
     made = GPT2LMHeadModel(GPT2Config(**GPT2)) if make == "gpt2" else BartForCausalLM(BartConfig(**BART))
-    model = saved(made, tmp_path / make, tiny_model)
+    model = save(made, tmp_path / make, tiny_model)
     finished = trains(*ACCUMULATING, model=model)
     assert "PAD/BOS/EOS" not in finished.output  # the config's are others than the tokenizer's
     assert ("the model's own loss is not the mean over next tokens" in finished.output) == (make == "bart")
@@ -77,7 +69,7 @@ def test_a_routers_loss_weighs_the_same_however_many_micro_batches_there_are(
     sizes = {"vocab_size": 509, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "max_position_embeddings": 256}
     config = MixtralConfig(**sizes, **heads, output_router_logits=True, router_aux_loss_coef=0.5)
-    model = saved(MixtralForCausalLM(config), tmp_path / "mixtral", tiny_model)
+    model = save(MixtralForCausalLM(config), tmp_path / "mixtral", tiny_model)
     trains(*ACCUMULATING, model=model)
     assert logged_losses(tmp_path / "run") == pytest.approx(losses_with_a_router(model, text_data), abs=1e-5)
 
@@ -106,30 +98,6 @@ def losses_with_a_router(folder: Path, data: Path) -> list[float]:
         optimizer.step()
         losses_seen.append((lost / tokens + routed).item())
     return losses_seen
-
-
-def test_the_models_own_loss_is_compared_before_it_is_scaled_by_the_ranks(
-    tiny_model: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Trainer multiplies it by their number, in place: that of two ranks is twice the mean, and no other loss."""
-    run = Trainer.__new__(Trainer)
-    run.model = LlamaForCausalLM.from_pretrained(tiny_model)
-    run.args = SimpleNamespace(
-        **{"average_tokens_across_devices": True, "n_gpu": 0, "use_liger_kernel": False, "label_smoothing_factor": 0},
-        **{"device": "cpu", "process_index": 0},
-    )
-    run.accelerator = SimpleNamespace(num_processes=2, gather=lambda tensor: tensor, parallelism_config=None)
-    run.get_tp_size = lambda: 1
-    run.model_accepts_loss_kwargs, run.label_smoother, run.compute_loss_func = True, None, None
-    ids = torch.arange(20)[None]
-    wanted = functional.cross_entropy(run.model(input_ids=ids).logits[0, :-1], ids[0, 1:])
-    for kept in (True, False):
-        batch = {"input_ids": ids, "labels": ids}
-        loss, _ = losses.Losses(run).compute(run.compute_loss, run.model.train(), batch, 19)
-        assert loss.item() == pytest.approx(2 * wanted.item(), rel=1e-5)
-        assert (run.compute_loss_func is None) is kept
-        assert ("the model's own loss is not" in capfd.readouterr().err) is not kept
-        run.model.loss_function = lambda logits, **_: logits.sum() * 0.0 + 50.0
 
 
 EXPLODES = (*SGD, "--save_steps", "1", "--save_total_limit", "1")

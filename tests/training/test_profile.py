@@ -5,12 +5,9 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from conftest import Finished
 from jobs import RANKS
 
-from accel_fsdp.errors import UserError
-from accel_fsdp.training import arguments
 from accel_fsdp.training.reporting import run_record
 
 STEP = "Optimizer.step#"
@@ -45,14 +42,3 @@ def test_a_run_that_ends_early_has_the_steps_until_there(trains: Callable[..., F
     assert not (tmp_path / "run" / "profile").exists()
     trains(*saved, "--resume_from_checkpoint", "true", "--profile_steps", "2:9")
     assert profiled_steps(tmp_path / "run" / "profile" / "trace-rank0.json.gz") == 2
-
-
-@pytest.mark.parametrize("steps", ["5:3", "0:3", "3-5"])
-def test_other_steps_are_refused_before_anything_is_loaded(
-    steps: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    args = ("--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", str(tmp_path))
-    monkeypatch.setattr("sys.argv", ["sft.py", *args, "--profile_steps", steps])
-    with pytest.raises(UserError, match="it has to be FIRST:LAST, from 1 on"):
-        arguments.parse()

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import stat
 from collections.abc import Callable
 from importlib import metadata
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT, Finished, here
 from huggingface_hub import ModelCard
-from jobs import PER_RANK, RANKS, STEPS, TOLERANCE
+from jobs import PER_RANK, RANKS, STEPS, TOLERANCE, save
 from reference import train
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -104,9 +103,9 @@ def test_the_plan_hears_of_attention_and_kernels(implementation: str, attention:
 
 def test_out_of_memory_ends_in_advice(launches: Launches, tiny_model: Path, tmp_path: Path) -> None:
     """From one rank only, with the strategy and the batch of this run, and no traceback."""
-    deeper = Path(shutil.copytree(tiny_model, tmp_path / "deeper"))  # whose activations are what half a batch frees
     settings = AutoConfig.from_pretrained(tiny_model, num_hidden_layers=4)
-    AutoModelForCausalLM.from_config(settings).save_pretrained(deeper)
+    deeper = save(AutoModelForCausalLM.from_config(settings), tmp_path / "deeper", tiny_model)
+    # whose activations are what half a batch frees
     how = {"script": SCARCE, "SCARCE": "gpu", "XDG_CACHE_HOME": str(tmp_path), "answers": {"strategy": "2"}}
     output = launches(model=deeper, fails=True, **how).output
     assert "error: out of memory" in output
@@ -158,8 +157,7 @@ def test_early_stopping_exports_the_best_model(
     Trainer alone doesn't note a best model whose shards are only being written, and may hang.
     """
     low, out = tmp_path / "low", tmp_path / "run"
-    AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).save_pretrained(low)
-    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(low)
+    save(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16), low, tiny_model)
     every_step = ("--eval_strategy", "steps", "--eval_steps", "1", "--save_steps", "1", "--dataset_test_split", "train")
     every_step += ("--report_to", "tensorboard") if version == "2" else ()
     stop = ("--early_stopping_patience", "1", "--metric_for_best_model", "loss", "--greater_is_better", "true")

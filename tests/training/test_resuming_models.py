@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import SFT, Finished, accelerate_launch, made_yaml
-from jobs import launch
+from jobs import launch, save
 from reference import job_words, losses_of
 from safetensors.torch import load_file
 from transformers import (
@@ -18,7 +18,6 @@ from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     LlamaForCausalLM,
-    PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -39,14 +38,6 @@ SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "nu
 TEXT = {**SMALL, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 512, "pad_token_id": 0}
 
 
-def written(folder: Path, model: PreTrainedModel, tokenizer_of: Path) -> Path:
-    folder.mkdir()
-    for path in (*tokenizer_of.glob("*token*"), tokenizer_of / "chat_template.jinja"):
-        (folder / path.name).write_bytes(path.read_bytes())
-    model.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def with_images(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Gemma 3 that could look at images, with the tokenizer of the tiny model."""
@@ -61,7 +52,7 @@ def with_images(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     )
     torch.manual_seed(0)
     model = Gemma3ForConditionalGeneration(config)
-    return written(tmp_path_factory.mktemp("model") / "tiny-gemma", model, tiny_model)
+    return save(model, tmp_path_factory.mktemp("model") / "tiny-gemma", tiny_model)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +61,7 @@ def with_experts(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**TEXT, **experts, eos_token_id=2))
-    return written(tmp_path_factory.mktemp("model") / "tiny-experts", model, tiny_model)
+    return save(model, tmp_path_factory.mktemp("model") / "tiny-experts", tiny_model)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +102,7 @@ def test_an_adapter_on_a_tied_head_trains_under_fsdp2(
     """Accelerate has transformers tie the weights again, by a name that PEFT has moved: a KeyError."""
     config = AutoConfig.from_pretrained(tiny_model, tie_word_embeddings=True)
     torch.manual_seed(0)
-    model = written(tmp_path / "tied", LlamaForCausalLM(config), tiny_model)
+    model = save(LlamaForCausalLM(config), tmp_path / "tied", tiny_model)
     lora = ("--use_peft", "--lora_dropout", "0", "--lora_target_modules", "q_proj", "embed_tokens", "lm_head")
     alone = sft(*job_words(model, text_data, tmp_path / "alone", STEPS, 4, STEPS), *lora)
     assert alone.code == 0, alone.output

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import PER_RANK, RANKS, STEPS, TOLERANCE, Jobs, launch, logged_losses, make_config, sft_args
+from jobs import PER_RANK, RANKS, STEPS, TOLERANCE, Jobs, launch, logged_losses, make_config, save, sft_args
 from offline import assert_exports_offline
 from peft import PeftModel
 from reference import LORA_LEARNING_RATE, Reference, train
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
 STOPPED = 2
 """After how many steps a run is stopped that is resumed."""
@@ -91,8 +91,7 @@ def straight(
 ) -> Jobs:
     """All that train without a stop."""
     folder = tmp_path_factory.mktemp("jobs")
-    shutil.copytree(tiny_model, folder / "base16")
-    AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).save_pretrained(folder / "base16")
+    save(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16), folder / "base16", tiny_model)
     (folder / "again.jsonl").write_text("".join(text_data.read_text().splitlines(True)[: PER_RANK * RANKS]))
     tiny_deepseek(folder / "deepseek", tiny_model)
     names = wanted([*OPTIONS, *RESUMED, *BASE16, "deepseek-2"], pytestconfig)
@@ -219,8 +218,7 @@ def tiny_deepseek(folder: Path, tokenizer_of: Path) -> None:
         "num_experts_per_tok": 2,
         "first_k_dense_replace": 1,
     }
-    DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **heads, **latent, **experts)).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tokenizer_of).save_pretrained(folder)
+    save(DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **heads, **latent, **experts)), folder, tokenizer_of)
 
 
 def test_a_model_with_stored_buffers(straight: Jobs) -> None:

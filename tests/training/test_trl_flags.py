@@ -87,13 +87,6 @@ def test_tokens_of_ones_own(trains: Trains, tiny_model: Path, tmp_path: Path) ->
     assert config["eos_token_id"] == exported.eos_token_id == 1
 
 
-def test_what_has_not_been_shown_on_shards_is_refused_there(trains: Trains, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setenv("FSDP_VERSION", "2")
-    refused = trains("--use_peft", "--lora_modules_to_save", "lm_head", code=1)
-    assert "--lora_modules_to_save under FSDP2" in refused.output
-
-
 def test_help_begins_with_the_flags_that_most_runs_have(sft: Trains, capfd: pytest.CaptureFixture[str]) -> None:
     """And has each flag once."""
     with pytest.raises(SystemExit):
