@@ -422,3 +422,21 @@ def launches(tiny_model: Path, text_data: Path, tmp_path: Path) -> Callable[...,
         return finished
 
     return start
+
+
+@pytest.fixture(scope="module")
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a Llama with a checkpoint of 3 ranks, made in this process."""
+    import sharded
+    from runs import HEADS, SIZES
+    from transformers import LlamaConfig
+
+    folder = tmp_path_factory.mktemp("made") / "run"
+    sharded.make(folder, LlamaConfig(**SIZES, **HEADS, dtype="float32"), ranks=3)
+    return folder
+
+
+@pytest.fixture
+def run_folder(trained_run: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be damaged."""
+    return Path(shutil.copytree(trained_run, tmp_path / "run"))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from runs import export, refused
+from runs import export, refused, set_in
 from safetensors.torch import load_file, save_file
 from test_export_architectures import WHOLE, transposed_files
 from torch.distributed.checkpoint import save as save_dcp
@@ -53,10 +53,6 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor, theirs[name], atol=1e-6, rtol=1e-6)
-
-
-def set_in(path: Path, **settings: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
 
 
 STARTS = ("pissa", "pissa_niter_4", "olora", "lora_ga")
@@ -300,9 +296,8 @@ def test_a_base_on_the_hub_is_the_revision_that_was_trained(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     adapted = trained(place / "snapshots" / commits["v1"])
     adapted.save_pretrained(tmp_path / "adapter")
-    path, named = tmp_path / "adapter" / "adapter_config.json", {"base_model_name_or_path": "me/base"}
-    kept = json.loads(path.read_text())
-    path.write_text(json.dumps({**kept, **named, "revision": "v1" if says == path.name else None}))
+    path = tmp_path / "adapter" / "adapter_config.json"
+    set_in(path, base_model_name_or_path="me/base", revision="v1" if says == path.name else None)
     account = {"arguments": {"model": {"model_name_or_path": "me/base", "model_revision": "v1"}}}
     if says == "run.json":
         (tmp_path / "adapter" / says).write_text(json.dumps(account))
@@ -310,6 +305,6 @@ def test_a_base_on_the_hub_is_the_revision_that_was_trained(
     same(export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True), expected)
     same(export(tmp_path / "adapter", tmp_path / "again", merge_adapter=True, model="me/base"), expected)
     for gone in ("v2", "../../x"):
-        path.write_text(json.dumps({**kept, **named, "revision": gone}))
+        set_in(path, revision=gone)
         message = f"cannot get me/base at revision {gone}"
         refused(message, tmp_path / "adapter", tmp_path / "other", merge_adapter=True)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import here
-from runs import export, refused
+from runs import as_loops_save, export, refused
 from safetensors.torch import load_file, save_file
 
 NAME = "model.layers.1.mlp.up_proj.weight"
@@ -20,9 +20,7 @@ NAME = "model.layers.1.mlp.up_proj.weight"
 def exported(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An export, and the checkpoint that it is of."""
     folder = tmp_path_factory.mktemp("made")
-    shutil.copytree(tiny_model, folder / "run", ignore=shutil.ignore_patterns("*.safetensors"))
-    torch.save(load_file(tiny_model / "model.safetensors"), folder / "run" / "model.pth")
-    export(folder / "run", folder / "out")
+    export(as_loops_save(tiny_model, folder / "run"), folder / "out")
     return folder
 
 
@@ -105,13 +103,12 @@ def test_links_to_folders_and_to_nothing_are_named(name: str, target: str, expor
     [(math.nan, "float32", "safetensors"), (math.inf, "bfloat16", "safetensors"), (-math.inf, "float16", "pth")],
 )
 def test_numbers_that_are_none_stop_an_export(
-    value: float, dtype: str, format: str, exported: Path, tmp_path: Path
+    value: float, dtype: str, format: str, exported: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(exported / "run", tmp_path / "run")
     state = torch.load(exported / "run" / "model.pth")
     state[NAME][3, 5:8] = value
     state["model.norm.weight"][-1] = value
-    torch.save(state, tmp_path / "run" / "model.pth")
+    as_loops_save(tiny_model, tmp_path / "run", state)
     out, options = tmp_path / "out", {"dtype": dtype, "format": format}
     refused(rf"4 numbers are NaN or infinite, in 2 of \d+ tensors: {NAME}", tmp_path / "run", out, **options)
     export(tmp_path / "run", out, allow_non_finite=True, **options)

@@ -6,10 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from peft import LoraConfig, get_peft_model
-from runs import export, refused
-from safetensors.torch import load_file
+from runs import as_loops_save, export, refused
 from transformers import AutoModelForCausalLM
 
 MAP = {"auto_map": {"AutoConfig": "x.X"}, "custom_pipelines": {"p": {"impl": "x.P"}}}
@@ -21,9 +19,7 @@ SETTINGS = (
 
 @pytest.fixture
 def run_folder(tiny_model: Path, tmp_path: Path) -> Path:
-    shutil.copytree(tiny_model, tmp_path / "run", ignore=shutil.ignore_patterns("*.safetensors"))
-    torch.save(load_file(tiny_model / "model.safetensors"), tmp_path / "run" / "model.pth")
-    return tmp_path / "run"
+    return as_loops_save(tiny_model, tmp_path / "run")
 
 
 def test_no_code_comes_along(run_folder: Path, tmp_path: Path) -> None:

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
 import sharded
 import torch
 from conftest import ROOT, files_of_at_most, peak_bytes
 from huggingface_hub import HfApi, RepoUrl
-from runs import HEADS, INNER, export, refused
+from runs import HEADS, INNER, SIZES, export, refused
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -39,21 +38,10 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import transformers_probe
 from accel_fsdp.units import GIB
 
-SIZES = {"vocab_size": 509, "hidden_size": 36, "intermediate_size": 70, "num_hidden_layers": 2}
 STRANGE, ODD = (
     json.dumps({"model_type": "llama", **SIZES, **HEADS, **odd})
     for odd in ({"hidden_size": "x"}, {"num_attention_heads": 0})
 )
-
-
-@pytest.fixture(scope="module")
-def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return runs.make(tmp_path_factory, SIZES)
-
-
-@pytest.fixture
-def run_folder(trained_run: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(trained_run, tmp_path / "run"))
 
 
 def flipped(at: int) -> Callable[[Path], None]:

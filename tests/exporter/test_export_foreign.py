@@ -3,7 +3,6 @@
 import argparse
 import collections
 import datetime
-import json
 import types
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from runs import export, refused
+from runs import export, refused, set_in
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -62,8 +61,7 @@ def test_a_quantised_base_is_named(settings: dict[str, Any], tiny_model: Path, t
     name = "model.layers.0.self_attn.q_proj.weight"
     tensors[name], tensors[f"{name}_scale"] = tensors[name].to(torch.uint8), torch.ones(1)
     save_file(tensors, tmp_path / "base" / "model.safetensors", {"format": "pt"})
-    config = json.loads((tmp_path / "base" / "config.json").read_text())
-    (tmp_path / "base" / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    set_in(tmp_path / "base" / "config.json", quantization_config=settings)
     quantised = rf"base is quantised \({settings['quant_method']}\)"
     refused(quantised, tmp_path / "adapter", model=str(tmp_path / "base"), merge_adapter=True)
     refused(r"is quantised|from_pretrained|can't build", tmp_path / "base")

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import runs
 import torch
 from runs import INNER, export, refused
 from safetensors.torch import load_file, save_file
@@ -16,18 +15,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import hub
-
-SIZES = {"vocab_size": 64, "hidden_size": 36, "intermediate_size": 40, "num_hidden_layers": 2, "head_dim": 6}
-
-
-@pytest.fixture(scope="module")
-def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return runs.make(tmp_path_factory, SIZES)
-
-
-@pytest.fixture
-def run_folder(trained_run: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(trained_run, tmp_path / "run"))
 
 
 def zero_files(folder: Path, state: dict[str, torch.Tensor], ranks: int = 2) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import ROOT, accel_fsdp, here, run
 from peft import LoraConfig, PeftModel, get_peft_model
-from runs import export, refused, same
+from runs import as_loops_save, export, refused, same, set_in
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import save as save_dcp
 from transformers import (
@@ -31,11 +31,6 @@ KINDS = ("fsdp1-1", "fsdp1-2", "fsdp1-tied-bf16", "fsdp2", "fsdp2-bf16", "fsdp2-
 FULL = [f"{kind}-{ranks}" for kind in KINDS for ranks in (1, 3, 4)] + ["fsdp1-4-4", "fsdp1-5-4", "fsdp2-hybrid-4"]
 LORA = [*(f"lora-{ranks}" for ranks in (1, 3, 4)), "lora-patterns-3", "dora-whole-3"]
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-
-
-def without_weights(model: Path, folder: Path) -> None:
-    """A copy of a model's config and tokenizer."""
-    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
 
 
 def without_copies(full: dict[str, torch.Tensor], tied: bool) -> dict[str, torch.Tensor]:
@@ -83,9 +78,8 @@ def test_adapters_stay_adapters_or_are_merged(name: str, written: Path, tmp_path
 @pytest.mark.parametrize("dora", [False, True])
 def test_a_merge_is_rounded_once(dora: bool, tiny_model: Path, tmp_path: Path) -> None:
     """Into a bf16 base: float32 as PEFT merges the base loaded in float32, and bf16 is that, rounded."""
-    config = {**json.loads((tiny_model / "config.json").read_text()), "dtype": "bfloat16"}
     AutoModelForCausalLM.from_pretrained(tiny_model).bfloat16().save_pretrained(tmp_path / "base")
-    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    set_in(tmp_path / "base" / "config.json", dtype="bfloat16")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], use_dora=dora))
     with torch.no_grad():
@@ -206,8 +200,8 @@ def test_what_comes_with_the_weights(written: Path, tiny_model: Path, tmp_path: 
     shutil.copytree(written / "fsdp2-3", run_folder)
     shutil.rmtree(run_folder / "model")
     folder = run_folder / "checkpoint-1"
-    config = json.loads((written / "fsdp2-3" / "model" / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "use_cache": False, "auto_map": {"AutoModel": "x.X"}}))
+    shutil.copy(written / "fsdp2-3" / "model" / "config.json", folder)
+    set_in(folder / "config.json", use_cache=False, auto_map={"AutoModel": "x.X"})
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(tiny_model / name, folder / name)
     (folder / "x.py").write_text("raise SystemExit")
@@ -252,10 +246,7 @@ def test_another_model_than_the_config_says(
     config: dict[str, Any], message: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     """What would load with random or wrong weights is refused."""
-    without_weights(tiny_model, tmp_path / "run")
-    path = tmp_path / "run" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
-    torch.save(load_file(tiny_model / "model.safetensors"), tmp_path / "run" / "model.pth")
+    set_in(as_loops_save(tiny_model, tmp_path / "run") / "config.json", **config)
     refused(message, tmp_path / "run")
 
 
@@ -269,11 +260,10 @@ TWICE = {
 @pytest.mark.parametrize("how", TWICE)
 def test_two_models_in_one_checkpoint(how: str, tiny_model: Path, tmp_path: Path) -> None:
     state = load_file(tiny_model / "model.safetensors")
-    without_weights(tiny_model, tmp_path / "run")
-    torch.save(TWICE[how](state, {name: tensor + 1 for name, tensor in state.items()}), tmp_path / "run" / "model.pth")
-    refused("holds two tensors named", tmp_path / "run")
-    torch.save(TWICE[how](state, {name: t.clone() for name, t in state.items()}), tmp_path / "run" / "model.pth")
-    same(export(tmp_path / "run", tmp_path / "out"), state)
+    run_folder, others = tmp_path / "run", {name: tensor + 1 for name, tensor in state.items()}
+    refused("holds two tensors named", as_loops_save(tiny_model, run_folder, TWICE[how](state, others)))
+    as_loops_save(tiny_model, run_folder, TWICE[how](state, {name: t.clone() for name, t in state.items()}))
+    same(export(run_folder, tmp_path / "out"), state)
 
 
 @pytest.mark.parametrize(
@@ -288,15 +278,14 @@ def test_numbers_that_a_dtype_cannot_hold(
     dtype: str, number: float, message: str, tmp_path: Path, tiny_model: Path
 ) -> None:
     """Infinite ones are as they were; no finite one becomes such, which would look as if training had diverged."""
-    without_weights(tiny_model, tmp_path / "run")
     state = {name: tensor.double() for name, tensor in load_file(tiny_model / "model.safetensors").items()}
     state = state if dtype == "float32" else {name: tensor.float() for name, tensor in state.items()}
     state["model.norm.weight"][0] = torch.inf
-    torch.save(state, tmp_path / "run" / "model.pth")
-    tensors = export(tmp_path / "run", tmp_path / "out", dtype=dtype, allow_non_finite=True)
+    run_folder = as_loops_save(tiny_model, tmp_path / "run", state)
+    tensors = export(run_folder, tmp_path / "out", dtype=dtype, allow_non_finite=True)
     assert tensors["model.norm.weight"][0] == torch.inf
     state["model.norm.weight"][1] = -number
-    torch.save(state, tmp_path / "run" / "model.pth")
+    as_loops_save(tiny_model, run_folder, state)
     for allowed in (False, True):
         beyond, again = rf"model\.norm\.weight holds numbers beyond {message}", tmp_path / "again"
         refused(beyond, tmp_path / "run", again, dtype=dtype, allow_non_finite=allowed)
