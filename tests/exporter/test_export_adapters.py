@@ -125,20 +125,6 @@ def test_a_module_that_the_model_lacks_is_no_fault(tiny_model: Path, tmp_path: P
     export(tmp_path / "adapter", tmp_path / "whole", merge_adapter=True)
 
 
-@pytest.mark.parametrize("said", [True, False])
-@pytest.mark.parametrize("make", ["gpt2", "llama tied"])
-def test_whether_a_weight_is_turned_is_told_by_its_layer(make: str, said: bool, tmp_path: Path) -> None:
-    """As PEFT does, whatever `fan_in_fan_out` says: a square weight would be merged wrongly, silently."""
-    WHOLE[make]().save_pretrained(tmp_path / "base")
-    module = {"gpt2": "attn.c_proj", "llama tied": "q_proj"}[make]
-    trained(tmp_path / "base", target_modules=[module]).save_pretrained(tmp_path / "adapter")
-    set_in(tmp_path / "adapter" / "adapter_config.json", fan_in_fan_out=said)
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().save_pretrained(tmp_path / "theirs")
-    ours = export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True)
-    same(ours, load_file(tmp_path / "theirs" / "model.safetensors"))
-
-
 KINDS: dict[str, dict[str, Any]] = {
     "gaussian": {"init_lora_weights": "gaussian", "use_rslora": True},
     "orthogonal": {"init_lora_weights": "orthogonal", "alpha_pattern": {"q_proj": 32}},
@@ -197,16 +183,31 @@ def test_adapters_of_other_kinds_are_not_a_model(tiny_model: Path, tmp_path: Pat
     refused("its adapter is not LoRA", run_folder)
 
 
-@pytest.mark.parametrize("make", ["mixtral", "llava", "gemma3 with images", "llama tied"])
-def test_a_base_whose_files_have_other_names_or_layouts(make: str, tmp_path: Path) -> None:
-    """The adapter is named as the model in memory, the base as its files."""
+@pytest.mark.parametrize(
+    ("make", "module", "said"),
+    [
+        *(("gpt2", "attn.c_proj", True), ("gpt2", "attn.c_proj", False)),
+        *(("llama tied", "q_proj", True), ("llama tied", "q_proj", False)),
+        *((make, "v_proj", None) for make in ("mixtral", "llava", "gemma3 with images")),
+    ],
+)
+def test_a_base_whose_files_have_other_names_or_layouts(
+    make: str, module: str, said: bool | None, tmp_path: Path
+) -> None:
+    """The adapter is named as the model in memory, the base as its files.
+
+    Whether a weight is turned is told by its layer, as to PEFT, whatever `fan_in_fan_out` says: a square one would be
+    merged wrongly, silently.
+    """
     torch.manual_seed(0)
     model = WHOLE[make]()
     model.save_pretrained(tmp_path / "base")
     before = load_file(tmp_path / "base" / "model.safetensors")
-    adapted = get_peft_model(type(model).from_pretrained(tmp_path / "base"), LoraConfig(r=2, target_modules=["v_proj"]))
+    adapted = get_peft_model(type(model).from_pretrained(tmp_path / "base"), LoraConfig(r=2, target_modules=[module]))
     moved(adapted)
     adapted.save_pretrained(tmp_path / "adapter")
+    if said is not None:
+        set_in(tmp_path / "adapter" / "adapter_config.json", fan_in_fan_out=said)
     adapted.merge_and_unload().save_pretrained(tmp_path / "theirs")
     ours = export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True, model=str(tmp_path / "base"))
     same(ours, load_file(tmp_path / "theirs" / "model.safetensors"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import ROOT, accel_fsdp, here, run
 from peft import LoraConfig, PeftModel, get_peft_model
-from runs import as_loops_save, export, refused, same, set_in
+from runs import INNER, as_loops_save, export, refused, same, set_in
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import save as save_dcp
 from transformers import (
@@ -302,33 +302,26 @@ def test_frozen_parameters_under_zero1(tmp_path: Path) -> None:
     same({name: value.load() for (name,), value in tensors.items()}, {**module, "trained": torch.ones(4)})
 
 
-def test_every_level_of_a_run_is_understood(written: Path, tmp_path: Path) -> None:
-    run_folder = tmp_path / "runs" / "first"
-    shutil.copytree(written / "fsdp2-3", run_folder)
-    (run_folder / "full.pt").unlink()
-    folder = run_folder / "checkpoint-1"
-    inner = folder / "pytorch_model_fsdp_0"
+def test_every_level_of_a_run_is_understood(run_folder: Path, tmp_path: Path) -> None:
+    folder, inner = run_folder / "checkpoint-1", run_folder / INNER
     (folder / "optimizer_0").mkdir()
     for place in (run_folder, folder, inner, inner / ".metadata", inner / "__0_0.distcp"):
         assert discover.find(place)[0].weights == inner
-    for place, hint in (
-        (tmp_path, str(folder)),
-        (tmp_path / "runs", str(folder)),
-        (folder / "optimizer_0", str(folder)),
-    ):
+    for place in (tmp_path, folder / "optimizer_0"):
         with pytest.raises(UserError) as caught:
             discover.find(place)
-        assert hint in caught.value.fix
+        assert str(folder) in caught.value.fix
     with pytest.raises(UserError, match="does not exist"):
         discover.find(tmp_path / "nothing")
 
 
-def test_the_newest_complete_checkpoint_is_taken(written: Path, tmp_path: Path) -> None:
-    run_folder = tmp_path / "run"
+def test_the_newest_complete_checkpoint_is_taken(run_folder: Path, tmp_path: Path) -> None:
     for number in (2, 10, 12):
-        folder = Path(shutil.copytree(written / "fsdp2-3" / "checkpoint-1", run_folder / f"checkpoint-{number}"))
+        folder = Path(shutil.copytree(run_folder / "checkpoint-1", run_folder / f"checkpoint-{number}"))
         (folder / "pytorch_model_fsdp_0" / ".metadata").rename(tmp_path / "lost") if number == 12 else None
         completeness.seal(folder, Origin("FSDP"))
+    shutil.rmtree(run_folder / "checkpoint-1")
+    shutil.rmtree(run_folder / "model")
     shutil.copytree(run_folder / "checkpoint-10", run_folder / "checkpoint-11")
     (run_folder / "checkpoint-11" / "complete.json").write_text('{"complete": false}')
     location, newer = discover.find(run_folder)

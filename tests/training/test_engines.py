@@ -4,7 +4,6 @@ All must have the losses and weights of `reference.py`'s plain loop. A launch ru
 """
 
 import json
-import random
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -225,32 +224,6 @@ def assert_takes_what_is_predicted(checkpoint: Path, stage: int, reference: Refe
     predicted = state_bytes.checkpoint_bytes(weights, 2 * weights, zero_stage=stage, forward=weights)
     files = [*checkpoint.glob("global_step*/*.pt"), *checkpoint.glob("*.safetensors")]
     assert sum(path.stat().st_size for path in files) == pytest.approx(predicted, rel=0.05)
-
-
-LOW_STEPS, LOW_BATCH, LOW_RATE, AUTOCAST = 8, 16, 1e-3, 2e-4
-"""Larger updates are not compared: FSDP rounds also the norms' weights to bfloat16, autocast leaves them."""
-
-
-@pytest.mark.slow
-def test_bf16_trains_as_plain_autocast_does(tiny_model: Path, tmp_path: Path) -> None:
-    """Steps of some 1,400 tokens, of which bfloat16 knows every eighth number.
-
-    The tokens are drawn at random: of a token that is in many rows, FSDP sums up an embedding's gradient in bfloat16.
-    """
-    chance, tokenizer = random.Random(0), AutoTokenizer.from_pretrained(tiny_model)
-    rows = [chance.choices(range(3, 509), k=chance.randint(40, 130)) for _ in range(LOW_STEPS * LOW_BATCH)]
-    data = tmp_path / "text.jsonl"
-    data.write_text("".join(json.dumps({"text": tokenizer.decode(row)}) + "\n" for row in rows))
-    sgd = ["--optim", "sgd", "--max_grad_norm", "1000", "--learning_rate", str(LOW_RATE)]
-    shared = [*job_words(tiny_model, data, tmp_path, LOW_STEPS, LOW_BATCH // RANKS), *sgd]
-    yamls = ("ddp", "fsdp1_full_shard", "fsdp2")
-    jobs = {name: ["--config_file", str(FOLDER / f"{name}.yaml"), *shared] for name in yamls}
-    made = launch(jobs, tmp_path, ["--num_processes", str(RANKS)])
-    expected = train(tiny_model, data, steps=LOW_STEPS, global_batch=LOW_BATCH, sgd=True, sgd_rate=LOW_RATE, bf16=True)
-    for name in yamls:
-        seen = made.noted(name)
-        assert seen["losses"] == pytest.approx(expected.losses, rel=AUTOCAST), name
-        assert seen["norms"] == pytest.approx(expected.norms, rel=AUTOCAST), name
 
 
 def torchrun(*words: str | Path) -> list[str]:

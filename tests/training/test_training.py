@@ -119,6 +119,7 @@ def test_every_offered_option_trains_and_exports(name: str, straight: Jobs, refe
     output, noted = straight.printed[name], straight.noted(name)
     assert reported in output
     assert "find_unused_parameters" not in output
+    assert "rounded" not in output
     assert "the model's own loss" not in output
     low_precision = flags.get("mixed_precision") == "bf16"
     assert noted["losses"] == pytest.approx(reference.losses, abs=3e-2 if low_precision else TOLERANCE)
