@@ -6,7 +6,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from test_export_architectures import WHOLE
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import exported_folder
@@ -55,15 +56,7 @@ def test_an_adapter_is_expected_without_its_base(model: LlamaForCausalLM, tmp_pa
 
 
 def test_tied_weights_are_expected_once(tmp_path: Path) -> None:
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        tie_word_embeddings=True,
-    )
-    tied = LlamaForCausalLM(config)
+    tied = WHOLE["llama tied"]()
     tied.save_pretrained(tmp_path)
     expected = exported_folder.expected_tensors(tied, None)
     assert "lm_head.weight" not in expected.tensors

@@ -18,6 +18,7 @@ import pytest
 import sharded
 import torch
 from conftest import ROOT, files_of_at_most, peak_bytes
+from evil import CALLS, Evil
 from huggingface_hub import HfApi, RepoUrl
 from runs import HEADS, INNER, SIZES, export, refused
 from safetensors.torch import save_file
@@ -95,28 +96,7 @@ def test_overlapping_chunks_are_found(run_folder: Path, tmp_path: Path) -> None:
     refused(r"embed_tokens\.weight twice, others never", run_folder)
 
 
-class Evil:
-    """Unpickling it makes a file."""
-
-    def __init__(self, proof: Path, call: str = "os.system") -> None:
-        self.proof, self.call = proof, call
-
-    def __reduce__(self) -> Any:
-        touch = f"touch {self.proof}"
-        calls = {
-            "os.system": (os.system, (touch,)),
-            "exec": (exec, (f"open({str(self.proof)!r}, 'w')",)),
-            "eval": (eval, (f"open({str(self.proof)!r}, 'w')",)),
-            "subprocess": (subprocess.Popen, (["touch", str(self.proof)],)),
-            "getattr": (getattr, (dict, "fromkeys")),
-            "open": (open, (str(self.proof), "w")),
-            "torch.load": (torch.load, (str(self.proof),)),
-            "unlink": (os.unlink, (str(self.proof),)),
-        }
-        return calls[self.call]
-
-
-@pytest.mark.parametrize("call", ["os.system", "exec", "eval", "subprocess", "getattr", "open", "torch.load", "unlink"])
+@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("where", [".metadata", "item", "file"])
 def test_pickles_that_name_code_are_refused(call: str, where: str, run_folder: Path, tmp_path: Path) -> None:
     proof, evil = tmp_path / "proof", Evil(tmp_path / "proof", call)

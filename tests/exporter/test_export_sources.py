@@ -13,7 +13,6 @@ from conftest import here
 from peft import LoraConfig, get_peft_model
 from runs import export, refused
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint import save as save_dcp
 from transformers import AutoModelForCausalLM
 
 from accel_fsdp.checkpoints import discover
@@ -211,11 +210,6 @@ def loose(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
-def beside_dcp(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    save_dcp({"model": load_file(folder / "ema.safetensors")}, checkpoint_id=folder / "pytorch_model_fsdp_0")
-
-
 def beside_an_index(folder: Path) -> None:
     index = {"weight_map": dict.fromkeys(load_file(folder / "model.safetensors"), "weights.safetensors")}
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
@@ -223,7 +217,7 @@ def beside_an_index(folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("around", [None, loose, beside_dcp, beside_an_index])
+@pytest.mark.parametrize("around", [None, loose, beside_an_index])
 def test_a_file_that_is_named_is_the_one_that_is_read(
     around: Any, crowd: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

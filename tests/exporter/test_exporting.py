@@ -13,12 +13,11 @@ from conftest import ROOT, accel_fsdp, here, run
 from peft import LoraConfig, PeftModel, get_peft_model
 from runs import INNER, as_loops_save, export, refused, same, set_in
 from safetensors.torch import load_file
+from test_export_architectures import WHOLE
 from torch.distributed.checkpoint import save as save_dcp
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaForCausalLM,
 )
 
@@ -120,15 +119,6 @@ def test_the_command_proves_what_it_wrote(name: str, written: Path, tmp_path: Pa
     assert "model.safetensors is damaged" in finished.text
 
 
-def test_an_adapter_is_checked_against_its_settings(written: Path, tmp_path: Path) -> None:
-    export(written / "lora-3", tmp_path / "out", verify="load")
-    shutil.copytree(written / "lora-3", tmp_path / "run")
-    settings = tmp_path / "run" / "model" / "adapter_config.json"
-    settings.write_text(settings.read_text().replace('"q_proj"', '"k_proj"'))
-    refused("lacks LoRA tensors of 2 of 4 modules", tmp_path / "run", tmp_path / "other", verify="load")
-    assert not (tmp_path / "other").exists()
-
-
 def test_files_are_divided_and_cast_as_save_pretrained_does(written: Path, tmp_path: Path) -> None:
     full = torch.load(written / "fsdp2-3" / "full.pt")
     ours = export(written / "fsdp2-3", tmp_path / "ours", max_shard_size="100KB", dtype="bfloat16")
@@ -183,8 +173,7 @@ def test_other_loops_checkpoints(tiny_model: Path, tmp_path: Path) -> None:
 
 def test_ties_that_the_config_does_not_mention(tmp_path: Path) -> None:
     """The names are written as the model's code has said which are one."""
-    sizes = {"vocab_size": 64, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, architectures=["GPT2LMHeadModel"]))
+    model = WHOLE["gpt2"]()
     torch.save(model.state_dict(), tmp_path / "model.pth")
     model.save_pretrained(tmp_path / "model")
     path = tmp_path / "model" / "config.json"

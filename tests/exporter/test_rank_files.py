@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import here
-from runs import State, export, refused, same
+from runs import HEADS, State, export, refused, same
 from torch.distributed.checkpoint import save as save_dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -17,7 +17,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM
 
 SIZES = {"vocab_size": 101, "hidden_size": 36, "intermediate_size": 50, "num_hidden_layers": 2}
-HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "architectures": ["LlamaForCausalLM"]}
 
 
 def llama(seed: int = 0, **sizes: int) -> LlamaForCausalLM:

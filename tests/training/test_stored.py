@@ -15,7 +15,7 @@ import pytest
 from conftest import Finished, here, run
 from stores import KEYS, S3, s3  # noqa: F401  # a fixture
 
-from accel_fsdp.checkpoints import Origin, Store, completeness, file_names, marker
+from accel_fsdp.checkpoints import Origin, completeness, file_names, marker
 from accel_fsdp.training import stored
 
 Trains = Callable[..., Finished]
@@ -177,16 +177,12 @@ except UserError as error:
 
 def test_a_disk_too_small_for_the_stored_one_is_an_error_of_all_ranks(tmp_path: Path) -> None:
     """The first rank alone looks at the disk; the other must not wait for it."""
-    folder, uri, script = tmp_path / "first" / "checkpoint-2", f"file://{tmp_path}/store/run", tmp_path / "fetching.py"
+    folder, script = tmp_path / "store" / "run" / "checkpoint-2", tmp_path / "fetching.py"
     completeness.begin(folder)
     (folder / "trainer_state.json").write_text("{}")
     completeness.seal(folder, Origin("FSDP"))
-    store = Store(uri)
-    store.begin(folder, True)
-    store.put(folder, "trainer_state.json")
-    store.seal(folder)
     script.write_text(FETCHING)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    finished = run([*words, script, uri, tmp_path / "run"])
+    finished = run([*words, script, f"file://{folder.parent}", tmp_path / "run"])
     assert finished.code == 0, finished.output
     assert finished.output.count("the disk is too small\n") == 2

@@ -38,10 +38,6 @@ def words(model: Path, data: Path, output: Path, ranks: int, *more: str) -> list
     return [*shared, "--gradient_accumulation_steps", "2", *more]
 
 
-def losses(run: Path) -> list[float]:
-    return losses_of(run, STEPS)
-
-
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """55 rows: the fifth step ends an epoch with seven, so that step 4 is inside of it."""
@@ -59,7 +55,7 @@ def expected_lora(tiny_model: Path, rows: Path, tmp_path_factory: pytest.TempPat
     flags = words(tiny_model, rows, folder / "run", 2, *LORA)
     finished = accelerate_launch(config_of(folder, tiny_model, "2"), SFT, *flags)
     assert finished.code == 0, finished.output
-    return losses(folder / "run")
+    return losses_of(folder / "run", STEPS)
 
 
 def stored_moments(checkpoint: Path, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
@@ -81,7 +77,7 @@ def assert_resumes(
     launcher = ["--num_processes", str(ranks)]
     finished = accelerate_launch(config, MOMENTS, *flags, launcher=launcher, PROBE_OUT=str(folder))
     assert finished.code == 0, finished.output
-    assert losses(run) == pytest.approx(expected, abs=TOLERANCE)
+    assert losses_of(run, STEPS) == pytest.approx(expected, abs=TOLERANCE)
     loaded = torch.load(folder / "moments.pt", weights_only=True)
     stored = stored_moments(newest, folder)
     assert loaded.keys() == stored.keys()

@@ -56,7 +56,6 @@ PLAIN_SGD += ["--export_dtype", "float32", "--max_steps", str(STEPS)]
 LORA = ["--use_peft", "--lora_dropout", "0.0", "--lora_target_modules"]
 LEGS = ("fsdp4", "fsdp2 x tp2, ep4" if PACKED else "fsdp4, ep4", "fsdp4, ep2", "fsdp4")
 """The meshes of a run of qwen3_moe, a step on each; on the first and last Accelerate shards, else transformers."""
-OFFLOADED = {"fsdp_offload_params": True}
 
 
 def ranks_of(layout: str) -> int:
@@ -175,7 +174,8 @@ def test_only_an_accelerator_offloads(
 ) -> None:
     """On the CPU FSDP stops in the first step: "Cannot access accelerator device when none is available"."""
     keys = json.loads((yamls / "fsdp4.yaml").read_text())
-    (tmp_path / "a.yaml").write_text(json.dumps(keys | {"fsdp_config": {**keys["fsdp_config"], **OFFLOADED}}))
+    keys["fsdp_config"]["fsdp_offload_params"] = True
+    (tmp_path / "a.yaml").write_text(json.dumps(keys))
     become_rank(tmp_path / "a.yaml", monkeypatch)
     mesh.choose(2)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: there)
