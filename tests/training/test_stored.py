@@ -111,7 +111,7 @@ def test_a_store_that_never_answers(s3: S3, trains: Trains, tmp_path: Path) -> N
     output = trains(*flags, code=1).output
     assert f"{uri}: {reason}" in output
     assert "training goes on, and checkpoints are uploaded once it answers" in output
-    assert f"error: not uploaded to {uri}: checkpoint-6: {reason}" in output
+    assert f"error: checkpoint-6: {reason}, not uploaded to {uri}" in output
     assert "  fix: the same command with --resume_from_checkpoint true" in output
     assert (run / "final" / "model.safetensors").exists()
     s3.make("bucket")
@@ -147,7 +147,7 @@ def test_what_the_store_holds_is_not_trusted(s3: S3, trains: Trains, tmp_path: P
     thread.start()
     refused = trains(*flags, "false", "--max_steps", "2", "--upload_timeout", "5", into="new", code=1)
     thread.join()
-    assert f"error: not uploaded to {uri}: checkpoint-2: it holds checkpoint-6 of another run" in refused.output
+    assert f"error: checkpoint-2: it holds checkpoint-6 of another run, not uploaded to {uri}" in refused.output
     assert s3.names("bucket") == kept
     assert (tmp_path / "new" / "final" / "model.safetensors").exists()
 
