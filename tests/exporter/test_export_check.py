@@ -130,8 +130,3 @@ def test_a_model_of_nan_without_report(tiny_model: Path, tmp_path: Path) -> None
     finished = here("export", "--check", tmp_path / "final", "--verify", "bytes", "--allow-non-finite")
     assert finished.code == 0
     assert "not finite: " in finished.output
-    whole = load_file(tiny_model / "model.safetensors")
-    whole["model.norm.weight"][-1] = math.nan
-    save_file(whole, tmp_path / "final" / "model.safetensors", {"format": "pt"})
-    one = r"1 number is NaN or infinite, in 1 of \d+ tensors: model\.norm\.weight"
-    refused(one, tmp_path / "final", check=True)

@@ -418,8 +418,3 @@ def test_links_of_the_hubs_cache(run_folder: Path, tmp_path: Path) -> None:
     shutil.move(snapshot.parent.parent / "blobs" / "model.safetensors", tmp_path)
     (snapshot.parent.parent / "blobs" / "model.safetensors").symlink_to(tmp_path / "model.safetensors")
     refused(rf"{snapshot}/model.safetensors is a link to {tmp_path}/model.safetensors", snapshot, tmp_path / "other")
-
-
-def test_a_base_that_has_moved(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cannot get some/gone(?s:.*)adapter_config\.json(?s:.*)--model FOLDER"):
-        transformers_probe.fetch("some/gone", with_weights=True)
