@@ -156,8 +156,6 @@ def test_the_default_adapter_is_on_linear_layers_alone_and_the_plan_counts_it(ki
 
 def small_config(kind: str) -> Any:
     sizes = {**SMALL, **EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
-    sizes |= latent if kind == "deepseek_v3" else {}
     return AutoConfig.for_model(kind, **(SMALL if kind == "llama" else sizes))
 
 

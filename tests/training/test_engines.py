@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,8 +40,8 @@ SMOOTH += ["--dataset_test_split", "train", "--per_device_eval_batch_size", "5"]
 UNTRAINED = [*SMOOTH, "--learning_rate", "0", "--max_length", "256", "--max_steps", "1", "--eval_steps", "1"]
 HELD_OUT = {"packed": [*UNTRAINED, "--packing", "true"], "streamed": [*UNTRAINED, "--streaming", "true"]}
 """Six packed rows: of four ranks three evaluate none."""
-MESH = ["--num_machines", "1", "--parallelism_config_dp_replicate_size", "2"]
 SHIPPED = {
+    "ddp": 1,  # first: the patches of FSDP on CPUs would stay
     "fsdp1_full_shard": 2,
     "fsdp1_shard_grad_op": 2,
     "fsdp1_no_shard": 1,
@@ -49,21 +50,13 @@ SHIPPED = {
     "fsdp2": 2,
     "fsdp2_no_reshard": 2,
     "fsdp2_hybrid_2x8": 2,
-    "ddp": 1,
     "zero1": 1,
     "zero2": 1,
     "zero3": 1,
 }
 """Ranks that share one copy of the parameters. DeepSpeed keeps tensors as small as these whole under ZeRO-3 too."""
-TOGETHER = (
-    "fsdp1_shard_grad_op",
-    "fsdp1_no_shard",
-    "fsdp1_hybrid_shard",
-    "fsdp1_hybrid_shard_zero2",
-    "fsdp2_no_reshard",
-)
+TOGETHER = tuple(name for name in SHIPPED if name != "fsdp2_hybrid_2x8" and not name.startswith("zero"))
 """Those that share a launch; the others have one each."""
-WITH_LORA = ("fsdp1_no_shard", "fsdp2_no_reshard")
 SMOOTHED = ("fsdp1_full_shard", "fsdp2", "zero3")
 
 
@@ -71,19 +64,8 @@ def sft_args(model: Path, data: Path, output: Path, per_rank: int = GLOBAL_BATCH
     return job_words(model, data, output, STEPS, per_rank)
 
 
-@pytest.fixture(scope="module")
-def reference(tiny_model: Path, text_data: Path) -> Reference:
-    return train(tiny_model, text_data, steps=STEPS, global_batch=GLOBAL_BATCH)
-
-
-@pytest.fixture(scope="module")
-def lora_reference(tiny_model: Path, text_data: Path) -> Reference:
-    return train(tiny_model, text_data, steps=STEPS, global_batch=GLOBAL_BATCH, lora=True)
-
-
-@pytest.fixture(scope="module")
-def smooth_reference(tiny_model: Path, text_data: Path) -> Reference:
-    return train(tiny_model, text_data, steps=STEPS, global_batch=GLOBAL_BATCH, smoothing=0.5)
+def plain(model: Path, data: Path, **how: Any) -> Reference:
+    return train(model, data, steps=STEPS, global_batch=GLOBAL_BATCH, **how)
 
 
 @pytest.fixture(scope="module")
@@ -117,82 +99,81 @@ def loaded(folder: Path, base: Path) -> torch.nn.Module:
     return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder).merge_and_unload()
 
 
-@pytest.fixture(scope="module")
-def together_runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, text_data: Path) -> Jobs:
-    """The shipped YAMLs of TOGETHER in one launch, full training and LoRA of each."""
-    folder, jobs = tmp_path_factory.mktemp("together"), {}
-    for name in TOGETHER:
-        text = (FOLDER / f"{name}.yaml").read_text()
-        (folder / f"{name}.yaml").write_text(text.replace("mixed_precision: bf16", "mixed_precision: 'no'"))
-        words = ["--config_file", str(folder / f"{name}.yaml"), *sft_args(tiny_model, text_data, folder)]
-        jobs[f"{name}-full"] = words
-        if name in WITH_LORA:
-            jobs[f"{name}-lora"] = [*words, *LORA]
-    return launch(jobs, folder, ["--num_processes", "2"])
+def ranks_of(name: str) -> int:
+    return 4 if name == "fsdp2_hybrid_2x8" else RANKS
 
 
-@pytest.mark.parametrize("name", TOGETHER)
-def test_shipped_yamls_together(
-    name: str, together_runs: Jobs, tiny_model: Path, reference: Reference, lora_reference: Reference
-) -> None:
-    assert_like(together_runs, f"{name}-full", tiny_model, reference)
-    if name in WITH_LORA:
-        assert_like(together_runs, f"{name}-lora", tiny_model, lora_reference)
-    assert_shared_out(name, together_runs, f"{name}-full", RANKS, reference)
-
-
-@pytest.mark.slow(but=2)
-@pytest.mark.parametrize("name", [name for name in SHIPPED if name not in TOGETHER])
-def test_shipped_yaml_trains_as_plain_pytorch_does(
-    name: str,
-    tiny_model: Path,
-    text_data: Path,
-    nine: Path,
-    lora_reference: Reference,
-    smooth_reference: Reference,
-    tmp_path: Path,
-) -> None:
-    """As shipped, but in float32 and with 2 CPU processes, or 4 where the YAML makes a mesh.
+def jobs_of(name: str, folder: Path, model: Path, data: Path, nine: Path) -> dict[str, list[str]]:
+    """A YAML as shipped, but in float32, with 2 CPU processes, or 4 where it makes a mesh: full training and more.
 
     Of full training, the third step has a quarter of a batch.
     """
-    ranks = 4 if "hybrid_2x8" in name else RANKS
-    mesh = [*MESH, "--parallelism_config_dp_shard_size", "2"] if ranks == 4 else []
-    flags = ["--mixed_precision", "no", "--num_processes", str(ranks), *mesh]
-    shared = ["--config_file", str(FOLDER / f"{name}.yaml")]
-    shared += sft_args(tiny_model, text_data, tmp_path, GLOBAL_BATCH // ranks)
+    text = (FOLDER / f"{name}.yaml").read_text().replace("mixed_precision: bf16", "mixed_precision: 'no'")
+    text = text.replace("dp_shard_size: 8", "dp_shard_size: 2").replace("num_machines: 2", "num_machines: 1")
+    (folder / f"{name}.yaml").write_text(text.replace("num_processes: 16", "num_processes: 4"))
+    shared = ["--config_file", str(folder / f"{name}.yaml")]
+    shared += sft_args(model, data, folder, GLOBAL_BATCH // ranks_of(name))
     saved = ["--save_strategy", "steps", "--save_steps", str(STEPS)] if name.startswith("zero") else []
     words = {"full": ["--dataset_name", str(nine), *saved], "lora": LORA}
     words |= {"smooth": SMOOTH, "smooth-lora": [*LORA, *SMOOTH]} if name in SMOOTHED else {}
     words |= HELD_OUT if name in ("fsdp2", "fsdp2_hybrid_2x8") else {}
-    words |= {"lora16": [*LORA, "--dtype", "bfloat16"]} if name == "zero3" else {}
-    # Only the first job is under its launcher's flags again; the 16-bit one, last, under the YAML's own bf16
-    jobs = {job: [*shared[0 if job in ("full", "lora16") else 2 :], *more] for job, more in words.items()}
-    made = launch(jobs, tmp_path, flags)
+    jobs = {f"{name}-{kind}": [*shared, *more] for kind, more in words.items()}
+    if name == "zero3":  # under its own bf16
+        own = ["--config_file", str(FOLDER / "zero3.yaml"), "--dtype", "bfloat16"]
+        jobs["zero3-lora16"] = [*own, *shared[2:], *LORA]
+    return jobs
 
-    reference = train(tiny_model, nine, steps=STEPS, global_batch=GLOBAL_BATCH)
-    assert_like(made, "full", tiny_model, reference)
-    assert_like(made, "lora", tiny_model, lora_reference)
-    if "smooth" in jobs:
-        assert_like(made, "smooth", tiny_model, smooth_reference)
-        card = (tmp_path / "smooth" / "final" / "README.md").read_text()
+
+@pytest.fixture(scope="module")
+def shipped(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, text_data: Path, nine: Path
+) -> Callable[[str], Jobs]:
+    """The launch that a YAML is in."""
+    known: dict[str, Jobs] = {}
+
+    def made(name: str) -> Jobs:
+        if name not in known:
+            folder, names = tmp_path_factory.mktemp("shipped"), TOGETHER if name in TOGETHER else (name,)
+            jobs: dict[str, list[str]] = {}
+            for each in names:
+                jobs |= jobs_of(each, folder, tiny_model, text_data, nine)
+            known.update(dict.fromkeys(names, launch(jobs, folder, ["--num_processes", str(ranks_of(name))])))
+        return known[name]
+
+    return made
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in TOGETHER else pytest.mark.slow) for name in SHIPPED]
+)
+def test_shipped_yaml_trains_as_plain_pytorch_does(
+    name: str, shipped: Callable[[str], Jobs], tiny_model: Path, text_data: Path, nine: Path, tmp_path: Path
+) -> None:
+    made, full = shipped(name), f"{name}-full"
+    reference = plain(tiny_model, nine)
+    assert_like(made, full, tiny_model, reference)
+    assert_like(made, f"{name}-lora", tiny_model, plain(tiny_model, text_data, lora=True))
+    if name in SMOOTHED:
+        assert_like(made, f"{name}-smooth", tiny_model, plain(tiny_model, text_data, smoothing=0.5))
+        assert_like(made, f"{name}-smooth-lora", tiny_model, plain(tiny_model, text_data, lora=True, smoothing=0.5))
+        card = (made.folder / f"{name}-smooth" / "final" / "README.md").read_text()
         assert "The training loss is smoothed (label_smoothing_factor 0.5)" in card
         assert "| label_smoothing_factor | 0.5 |" in card
-        assert f" on {ranks} ranks, cpu" in card
-        adapted = train(tiny_model, text_data, steps=STEPS, global_batch=GLOBAL_BATCH, lora=True, smoothing=0.5)
-        assert_like(made, "smooth-lora", tiny_model, adapted)
-    if "lora16" in jobs:  # an adapter that is added to a model in parts stays in float32
-        adapter = load_file(tmp_path / "lora16" / "final" / "adapter_model.safetensors")
+        assert f" on {RANKS} ranks, cpu" in card
+    if name == "zero3":  # an adapter that is added to a model in parts stays in float32
+        adapter = load_file(made.folder / "zero3-lora16" / "final" / "adapter_model.safetensors")
         assert {tensor.dtype for tensor in adapter.values()} == {torch.float32}
-        assert made.noted("lora16")["losses"] == pytest.approx(lora_reference.losses, abs=5e-2)
-    for kind in HELD_OUT.keys() & jobs.keys():
+        assert made.noted("zero3-lora16")["losses"] == pytest.approx(
+            plain(tiny_model, text_data, lora=True).losses, abs=5e-2
+        )
+    for job in {f"{name}-{kind}" for kind in HELD_OUT} & made.printed.keys():
         untrained = train(tiny_model, text_data, steps=0, global_batch=1)
-        assert made.noted(kind)["held_out"] == pytest.approx([untrained.held_out], abs=TOLERANCE / 10)
-    assert_shared_out(name, made, "full", ranks, reference)
+        assert made.noted(job)["held_out"] == pytest.approx([untrained.held_out], abs=TOLERANCE / 10)
+    assert_shared_out(name, made, full, ranks_of(name), reference)
     if name.startswith("zero"):
-        assert_exports_offline(tmp_path / "full", tmp_path / "offline")
-        assert_holds_moments(tmp_path / "full", reference)
-        assert_takes_what_is_predicted(tmp_path / "full" / f"checkpoint-{STEPS}", int(name[-1]), reference)
+        assert_exports_offline(made.folder / full, tmp_path / "offline")
+        assert_holds_moments(made.folder / full, reference)
+        assert_takes_what_is_predicted(made.folder / full / f"checkpoint-{STEPS}", int(name[-1]), reference)
 
 
 def assert_shared_out(name: str, jobs: Jobs, run: str, ranks: int, reference: Reference) -> None:
@@ -245,9 +226,7 @@ def on_two_nodes(words: dict[int, Sequence[str | Path]], **environment: str) -> 
 
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize("engine", ["fsdp2", "zero2"])
-def test_torchrun_on_two_nodes_reads_the_yaml(
-    engine: str, tiny_model: Path, text_data: Path, reference: Reference, lora_reference: Reference, tmp_path: Path
-) -> None:
+def test_torchrun_on_two_nodes_reads_the_yaml(engine: str, tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
     """Number and addresses of the YAML's machines don't count."""
     config = tmp_path / "two.yaml"
     shipped = "fsdp2_two_nodes" if engine == "fsdp2" else engine
@@ -259,8 +238,8 @@ def test_torchrun_on_two_nodes_reads_the_yaml(
     first, second = on_two_nodes({host: [PROBE, *words] for host in (1, 0)}, **variables)
     assert (first.code, second.code) == (0, 0), first.output + second.output
     assert ("sharding: FSDP2" if engine == "fsdp2" else "DEEPSPEED: no FSDP") in first.output + second.output
-    assert_like(Jobs(tmp_path, {}), "full", tiny_model, reference)
-    assert_like(Jobs(tmp_path, {}), "lora", tiny_model, lora_reference)
+    assert_like(Jobs(tmp_path, {}), "full", tiny_model, plain(tiny_model, text_data))
+    assert_like(Jobs(tmp_path, {}), "lora", tiny_model, plain(tiny_model, text_data, lora=True))
 
 
 def test_two_machines_without_a_shared_disk_are_refused(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
@@ -302,9 +281,7 @@ def with_more_tokens(model: Path, folder: Path) -> Path:
 @pytest.mark.flaky(reruns=1, only_rerun="Attempted to make a tensor into a differentiable view")
 # DeepSpeed prints its parameters when it starts. Once, in the second engine of a process, torch couldn't.
 @pytest.mark.parametrize("name", ["fsdp1_full_shard", "fsdp2_checkpointing", "zero3"])
-def test_methods_and_checkpointing(
-    name: str, tiny_model: Path, text_data: Path, reference: Reference, lora_reference: Reference, tmp_path: Path
-) -> None:
+def test_methods_and_checkpointing(name: str, tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
     """Recomputing changes no loss; DoRA starts where LoRA does and goes elsewhere; new tokens have rows; QLoRA."""
     larger = with_more_tokens(tiny_model, tmp_path / "larger")
     recomputed = ["--gradient_checkpointing", "true"]
@@ -322,7 +299,8 @@ def test_methods_and_checkpointing(
     jobs = {job: [*shared, *words] for job, words in more.items()}
     jobs["full"] = ["--config_file", str(FOLDER / f"{name}.yaml"), *jobs["full"]]
     made = launch(jobs, tmp_path, ["--mixed_precision", "no", "--num_processes", str(RANKS)])
-    assert_like(made, "full", tiny_model, reference)
+    lora_reference = plain(tiny_model, text_data, lora=True)
+    assert_like(made, "full", tiny_model, plain(tiny_model, text_data))
     assert_like(made, "lora", tiny_model, lora_reference)
     if "dora" in more:
         dora = made.noted("dora")["losses"]
@@ -331,7 +309,7 @@ def test_methods_and_checkpointing(
         tensors = load_file(tmp_path / "dora" / "final" / "adapter_model.safetensors")
         assert sum("magnitude" in key for key in tensors) == 14
     if "qlora" in more:
-        quantized = train(tiny_model, text_data, steps=STEPS, global_batch=GLOBAL_BATCH, lora=True, quantized=True)
+        quantized = plain(tiny_model, text_data, lora=True, quantized=True)
         assert quantized.losses != pytest.approx(lora_reference.losses, abs=TOLERANCE)
         assert made.noted("qlora")["losses"] == pytest.approx(quantized.losses, abs=TOLERANCE)
         held = [re.findall(r"each rank holds \S+ M of (\S+) M", made.printed[job]) for job in ("lora", "qlora")]
@@ -382,9 +360,7 @@ def native(ranks: int, model: Path, data: Path, runs: Sequence[Sequence[str]]) -
     return run(torchrun("--standalone", "--nproc-per-node", ranks, PROBE_NATIVE, *shared, *jobs))
 
 
-def test_native_trains_as_one_plain_process_does(
-    tiny_model: Path, text_data: Path, reference: Reference, lora_reference: Reference, tmp_path: Path
-) -> None:
+def test_native_trains_as_one_plain_process_does(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
     runs = []
     for name, flags in NATIVE_RUNS.items():
         batch = "1" if "--gradient_accumulation_steps" in flags else "2"
@@ -393,7 +369,7 @@ def test_native_trains_as_one_plain_process_does(
     finished = native(RANKS, tiny_model, text_data, runs)
     assert finished.code == 0, finished.output
     for name in NATIVE_RUNS:
-        expected = lora_reference if "lora" in name else reference
+        expected = plain(tiny_model, text_data, lora="lora" in name)
         tolerance = 3e-2 if "bf16" in name else TOLERANCE
         measured = json.loads((tmp_path / name / "measured.json").read_text())
         assert measured["losses"] == pytest.approx(expected.losses, abs=tolerance), name

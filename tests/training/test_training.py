@@ -14,8 +14,7 @@ from offline import assert_exports_offline
 from peft import PeftModel
 from reference import LORA_LEARNING_RATE, Reference, train
 from safetensors.torch import load_file
-from test_divided_models import small_config
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
 STOPPED = 2
 """After how many steps a run is stopped that is resumed."""
@@ -97,7 +96,7 @@ def straight(
     folder = tmp_path_factory.mktemp("jobs")
     save(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16), folder / "base16", tiny_model)
     (folder / "again.jsonl").write_text("".join(text_data.read_text().splitlines(True)[: PER_RANK * RANKS]))
-    save(AutoModelForCausalLM.from_config(small_config("deepseek_v3")), folder / "deepseek", tiny_model)
+    tiny_deepseek(folder / "deepseek", tiny_model)
     names = wanted([*RESUMED, *OPTIONS, *BASE16, "deepseek-2"], pytestconfig)
     for name in names:
         make_config(folder, base_of(name, folder, tiny_model), **flags_of(name)).rename(folder / f"{name}.yaml")
@@ -209,6 +208,16 @@ def test_what_cannot_go_on_ends_in_one_message(straight: Jobs, tiny_model: Path,
     assert re.search(f"cannot resume from .*{saved}", printed["other"])
     assert "no complete checkpoint-N folder" in printed["none"]
     assert "fsdp_cpu_ram_efficient_loading: false in the YAML" in printed["buffers"]
+
+
+def tiny_deepseek(folder: Path, tokenizer_of: Path) -> None:
+    """A mixture-of-experts model whose router stores a buffer in the checkpoint."""
+    sizes = {"vocab_size": 509, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 16}
+    latent = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+    experts = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+    config = DeepseekV3Config(**sizes, **heads, **latent, **experts, first_k_dense_replace=1)
+    save(DeepseekV3ForCausalLM(config), folder, tokenizer_of)
 
 
 def test_a_model_with_stored_buffers(straight: Jobs) -> None:
