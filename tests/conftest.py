@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -15,11 +16,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -30,7 +32,6 @@ import warm
 
 ROOT = Path(__file__).parent.parent
 SFT = ROOT / "train" / "sft.py"
-PROBE = ROOT / "tests" / "probe.py"
 CHAT_DATA = ROOT / "train" / "data" / "fsdp_chat"
 LAUNCH_SECONDS = 300
 OUTPUT_LETTERS = 3000
@@ -254,6 +255,29 @@ def accel_fsdp(*args: str | Path) -> Finished:
     return run([sys.executable, "-m", "accel_fsdp", *args])
 
 
+@contextlib.contextmanager
+def files_of_at_most(limit_bytes: int) -> Iterator[None]:
+    """No file of this process can grow beyond the limit, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def peak_bytes(*words: str | Path) -> int:
+    """The most memory that the console command takes in a process of its own, as Linux tells it."""
+    script = (
+        "import sys; from accel_fsdp import cli\n"
+        "try: cli.main()\n"
+        "finally: print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
+    )
+    command = [sys.executable, "-c", script, *map(str, words)]
+    finished = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, check=True)
+    return int(finished.stdout.split()[-1]) * 1024
+
+
 @dataclass(frozen=True)
 class Called(Finished):
     """A command that ran in this process. `printed` is what went to stdout; `text` is all of it, in one line."""
@@ -328,12 +352,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def text_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """48 rows of plain text of different lengths, taken from the shipped chats."""
-    import json
+    """48 rows of plain text."""
+    return write_texts(tmp_path_factory.mktemp("data") / "text.jsonl", 48)
 
-    rows = [json.loads(line) for line in (CHAT_DATA / "train.jsonl").read_text().splitlines()[:48]]
-    texts = [row["messages"][0]["content"][: 40 + 5 * (i % 11)] for i, row in enumerate(rows)]
-    path = tmp_path_factory.mktemp("data") / "text.jsonl"
+
+def write_texts(path: Path, count: int) -> Path:
+    """Rows of plain text of different lengths, taken from the shipped chats."""
+    chats = [json.loads(line)["messages"] for line in (CHAT_DATA / "train.jsonl").read_text().splitlines()[:count]]
+    texts = [chat[0]["content"][: 40 + 5 * (number % 11)] for number, chat in enumerate(chats)]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return path
 
@@ -358,3 +384,59 @@ def sft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> C
         return Finished(code, out + err)
 
     return start
+
+
+@pytest.fixture
+def trains(sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path) -> Callable[..., Finished]:
+    """Runs the small job with more flags as the only rank, in this process, into `tmp_path / into`."""
+    from jobs import sft_args
+
+    def start(
+        *more: str | Path, into: str = "run", code: int = 0, model: Path = tiny_model, data: Path = text_data
+    ) -> Finished:
+        finished = sft(*sft_args(model, data, tmp_path / into, *more))
+        assert finished.code == code, finished.output
+        return finished
+
+    return start
+
+
+@pytest.fixture
+def launches(tiny_model: Path, text_data: Path, tmp_path: Path) -> Callable[..., Finished]:
+    """The same on two ranks, under a YAML of these answers to the wizard; `fails` if it ends with an error."""
+    from jobs import make_config, sft_args
+
+    def start(
+        *more: str | Path,
+        into: str = "run",
+        fails: bool = False,
+        script: Path = SFT,
+        model: Path = tiny_model,
+        data: Path = text_data,
+        answers: Mapping[str, str] = MappingProxyType({}),
+        **environment: str,
+    ) -> Finished:
+        config = make_config(tmp_path, model, **answers)
+        finished = accelerate_launch(config, script, *sft_args(model, data, tmp_path / into, *more), **environment)
+        assert (finished.code != 0) == fails, finished.output
+        return finished
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a Llama with a checkpoint of 3 ranks, made in this process."""
+    import sharded
+    from runs import HEADS, SIZES
+    from transformers import LlamaConfig
+
+    folder = tmp_path_factory.mktemp("made") / "run"
+    sharded.make(folder, LlamaConfig(**SIZES, **HEADS, dtype="float32"), ranks=3)
+    return folder
+
+
+@pytest.fixture
+def run_folder(trained_run: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be damaged."""
+    return Path(shutil.copytree(trained_run, tmp_path / "run"))

@@ -63,6 +63,7 @@ def watched(original: Any) -> Any:
     def save(self: Any, *args: Any) -> None:
         began = time.monotonic()
         if KIND == "save" and self.state.global_step >= int(NUMBER):
+            self.checkpoints.wait()  # on a busy machine the one before may still be written in the background
             die_within(last_save["seconds"])
         original(self, *args)
         last_save["seconds"] = time.monotonic() - began

@@ -1,15 +1,17 @@
 """Runs `train/sft.py` unchanged and, just before it exports, notes what each rank holds and what the model computes.
 
 Reads torch objects directly and not through accel_fsdp.training, so that the two can be compared. Output, in the folder
-named by PROBE_OUT: RUN-rankN.json and RUN-logits.pt, where RUN is the name of the output folder. PROBE_MORE, a mapping
-from further such names to arguments, makes the same processes run the script again: most of a launch is imports. With
-`--config_file` among them, under another YAML. A line `job RUN` stands before what each of them prints.
+named by PROBE_OUT: RUN-rankN.json and RUN-logits.pt, where RUN is the name of the output folder. PROBE_MORE, a list of
+further command lines, makes the same processes run the script again: most of a launch is imports. With `--config_file`
+among them, under another YAML. Each ends with its output folder. A line `job RUN` stands before what each of them
+prints, and `code N` after it: a job that is refused on all ranks lets the next one begin.
 """
 
 import json
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,7 +19,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch.distributed.tensor import DTensor
 
 from accel_fsdp import training
-from accel_fsdp.errors import guard
+from accel_fsdp.errors import UserError, guard
 from accel_fsdp.launch import launcher
 from accel_fsdp.training import trainer
 
@@ -50,22 +52,38 @@ def export_and_note(self: trainer.SftTrainer, target: Path, *rest: str) -> int:
 
 def jobs() -> None:
     main = runpy.run_path(str(SFT), run_name="sft")["main"]
-    main()
-    words = list(sys.argv)
-    output = Path(words[words.index("--output_dir") + 1])
-    for run, more in json.loads(os.environ.get("PROBE_MORE", "{}")).items():
-        AcceleratorState._reset_state()
-        GradientState._reset_state()
-        if "--accelerate_config" in words:
-            del os.environ["ACCELERATE_MIXED_PRECISION"]  # the first run's: else the launcher has been here
-        if "--config_file" in more:
-            at = more.index("--config_file")
-            under(Path(more[at + 1]))
-            more = more[:at] + more[at + 2 :]
-        if os.environ["RANK"] == "0":
-            print(f"\njob {run}", file=sys.stderr, flush=True)
-        sys.argv = [*words, "--output_dir", str(output.with_name(run)), *more]
+    for number, words in enumerate([sys.argv[1:], *json.loads(os.environ.get("PROBE_MORE", "[]"))]):
+        sys.argv = [sys.argv[0], *(anew(words) if number else words)]
+        say(f"job {Path(words[-1]).name}")
+        say(f"code {ended(main)}")
+
+
+def say(line: str) -> None:
+    if os.environ["RANK"] == "0":
+        print(f"\n{line}", file=sys.stderr, flush=True)
+
+
+def ended(main: Callable[[], None]) -> int:
+    """The exit code; not by `guard`, which makes the other ranks wait until the launcher ends them."""
+    try:
         main()
+    except UserError as error:
+        say(str(error))
+        return error.exit_code
+    return 0
+
+
+def anew(words: list[str]) -> list[str]:
+    """Forgets the job before; returns the arguments of the script."""
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    if "--accelerate_config" in words:
+        del os.environ["ACCELERATE_MIXED_PRECISION"]  # the first run's: else the launcher has been here
+    if "--config_file" not in words:
+        return words
+    at = words.index("--config_file")
+    under(Path(words[at + 1]))
+    return words[:at] + words[at + 2 :]
 
 
 def under(config: Path) -> None:

@@ -51,7 +51,6 @@ def train(
     lora: bool = False,
     quantized: bool = False,
     smoothing: float = 0.0,
-    bf16: bool = False,
     sgd_rate: float = SGD_LEARNING_RATE,
     targets: str | tuple[str, ...] = "all-linear",
 ) -> Reference:
@@ -61,7 +60,7 @@ def train(
 
     AdamW without decay, gradients clipped; with `sgd` neither, so that a wrong scale of the gradients would show. With
     `lora` an adapter of the script's default size is trained and the weights are the merged model's; `quantized`, on a
-    base of 4 bits, and nothing is merged; `targets` are the layers that it adapts. `bf16` computes under autocast.
+    base of 4 bits, and nothing is merged; `targets` are the layers that it adapts.
     """
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
@@ -85,8 +84,7 @@ def train(
     for step in range(steps):
         place = step % -(-len(rows) // global_batch) * global_batch
         batch = rows[place : place + global_batch]
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            results = [_loss_and_right(model, row, smoothing) for row in batch]
+        results = [_loss_and_right(model, row, smoothing) for row in batch]
         tokens = sum(len(row) - 1 for row in batch)
         total = sum(loss for loss, _ in results) / tokens
         optimizer.zero_grad()

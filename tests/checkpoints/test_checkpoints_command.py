@@ -5,37 +5,28 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Finished
+from conftest import Finished, here
 
-from accel_fsdp import atomic_files, cli
-from accel_fsdp.checkpoints_command import checkpoints
-from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp import atomic_files
 
-Sft = Callable[..., Finished]
+EVALUATED = "--max_steps 6 --save_steps 2 --eval_steps 2 --eval_strategy steps --dataset_test_split train"
 
 
 @pytest.fixture
-def run(sft: Sft, tiny_model: Path, text_data: Path, tmp_path: Path) -> Path:
+def run(trains: Callable[..., Finished], tmp_path: Path) -> Path:
     """A run of six steps with a checkpoint and a held-out loss at each second one."""
-    folder = tmp_path / "run"
-    flags = "--max_steps 6 --save_steps 2 --eval_steps 2 --eval_strategy steps --logging_steps 1 --learning_rate 0.01"
-    data = ["--dataset_name", text_data, "--dataset_test_split", "train", "--max_length", "32"]
-    ended = sft("--model_name_or_path", tiny_model, "--output_dir", folder, *data, *flags.split())
-    assert ended.code == 0, ended.output
-    return folder
+    trains(*EVALUATED.split(), "--learning_rate", "0.01", "--max_length", "32")
+    return tmp_path / "run"
 
 
-def printed(capfd: pytest.CaptureFixture[str], *words: str | Path) -> str:
-    capfd.readouterr()
-    assert cli.call(["checkpoints", *map(str, words)]) == 0
-    return capfd.readouterr().out
+def steps_of(run: Path) -> list[int]:
+    return sorted(int(path.name[11:]) for path in run.glob("checkpoint-*"))
 
 
-def test_a_table_and_what_is_deleted(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_table_and_what_is_deleted(run: Path) -> None:
     log = json.loads((run / "checkpoint-6/trainer_state.json").read_text())["log_history"]
-    held_out = {entry["step"]: entry["eval_loss"] for entry in log if "eval_loss" in entry}
-    losses = {entry["step"]: entry["loss"] for entry in log if "loss" in entry}
-    rows = {row["step"]: row for row in json.loads(printed(capfd, run, "--json"))}
+    held_out, losses = ({entry["step"]: entry[key] for entry in log if key in entry} for key in ("eval_loss", "loss"))
+    rows = {row["step"]: row for row in json.loads(here("checkpoints", run, "--json").printed)}
     assert list(rows) == [2, 4, 6]
     assert {step: row["eval_loss"] for step, row in rows.items()} == held_out
     assert {step: row["loss"] for step, row in rows.items()} == {step: losses[step] for step in rows}
@@ -46,38 +37,34 @@ def test_a_table_and_what_is_deleted(run: Path, capfd: pytest.CaptureFixture[str
     assert [step for step, row in rows.items() if row["is_best"]] == [best]
 
     (run / "checkpoint-4/optimizer.pt").unlink()
-    table = printed(capfd, run)
+    table = here("checkpoints", run).printed
     assert "optimizer.pt is missing" in table
     assert "complete, newest" in table
-    assert "would be deleted" in printed(capfd, run, "--delete", "2", "--dry-run")
-    assert (run / "checkpoint-2").is_dir()
-    printed(capfd, run, "--delete", "2")
-    assert sorted(run.glob("checkpoint-*")) == [run / "checkpoint-4", run / "checkpoint-6"]
-    with pytest.raises(UserError, match=r"no complete checkpoint of .* would be left"):
-        cli.call(["checkpoints", str(run), "--delete", ",".join(path.name[11:] for path in run.glob("checkpoint-*"))])
+    assert "would be deleted" in here("checkpoints", run, "--delete", "2", "--dry-run").printed
+    assert steps_of(run) == [2, 4, 6]
+    assert here("checkpoints", run, "--delete", "2").code == 0
+    assert steps_of(run) == [4, 6]
+    refused = here("checkpoints", run, "--delete", "4,6")
+    assert refused.code == 1
+    assert f"no complete checkpoint of {run} would be left" in refused.text
     assert not list(run.glob(".checkpoint*"))
 
 
 def test_what_is_wrong_deletes_nothing(run: Path, tmp_path: Path) -> None:
-    for words, said in {
-        ("--delete", "40"): "holds no checkpoint-40. Did you mean 4?",
-        ("--delete", "2,5"): "holds no checkpoint-5",
-    }.items():
-        with pytest.raises(UsageError) as refused:
-            cli.call(["checkpoints", str(run), *words])
-        assert said in refused.value.what
-    for folder, said in (
-        (tmp_path, "holds no checkpoint-N"),
-        (tmp_path / "none", "is not a folder"),
-        (run / "checkpoint-2", "is a checkpoint"),
+    for folder, words, said in (
+        (run, ("--delete", "40"), "holds no checkpoint-40. Did you mean 4?"),
+        (run, ("--delete", "2,5"), "holds no checkpoint-5"),
+        (tmp_path, (), "holds no checkpoint-N"),
+        (tmp_path / "none", (), "is not a folder"),
+        (run / "checkpoint-2", (), "is a checkpoint"),
     ):
-        with pytest.raises(UsageError, match=said):
-            cli.call(["checkpoints", str(folder)])
+        refused = here("checkpoints", folder, *words)
+        assert refused.code == 2
+        assert said in refused.text
     (run / "checkpoint-6/complete.json").write_text('{"complete": false}')  # as while it is written
     held = atomic_files.only_run(run)
-    with pytest.raises(UserError, match="another run is writing"):
-        cli.call(["checkpoints", str(run), "--delete", "6"])
+    assert "another run is writing" in here("checkpoints", run, "--delete", "6").text
     held.release()
-    assert [item.step for item in checkpoints(run)] == [2, 4, 6]
-    cli.call(["checkpoints", str(run), "--delete", "6"])
-    assert [item.step for item in checkpoints(run)] == [2, 4]
+    assert steps_of(run) == [2, 4, 6]
+    assert here("checkpoints", run, "--delete", "6").code == 0
+    assert steps_of(run) == [2, 4]

@@ -1,13 +1,13 @@
 """The check after saving: a short, empty or distorted export is an error, and the target folder is all or nothing."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from test_export_architectures import WHOLE
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import exported_folder
@@ -45,28 +45,6 @@ def test_a_damaged_export_is_refused(damage: object, message: str, model: LlamaF
     assert exported_folder.verify(tmp_path, expected) == 21
 
 
-def test_master_weights_are_expected_in_float32(model: LlamaForCausalLM) -> None:
-    low = model.to(torch.bfloat16)
-    assert {spec.dtype for spec in exported_folder.expected_tensors(low, torch.float32).tensors.values()} == {"F32"}
-    assert {spec.dtype for spec in exported_folder.expected_tensors(low, None).tensors.values()} == {"BF16"}
-
-
-@pytest.mark.parametrize(
-    ("held", "saved_as", "message"),
-    [
-        ("float32", "bfloat16", "float32 weights rounded to bfloat16"),
-        ("bfloat16", "float16", "bfloat16 weights rounded to float16"),
-        ("bfloat16", "float32", "None"),
-        ("float32", "float32", "None"),
-        ("float32", None, "None"),
-    ],
-)
-def test_an_export_that_loses_digits_says_so(held: str, saved_as: str | None, message: str, model: Any) -> None:
-    wanted = getattr(torch, saved_as) if saved_as else None
-    expected = exported_folder.expected_tensors(model.to(getattr(torch, held)), None, wanted)
-    assert str(expected.rounding) == message
-
-
 def test_an_adapter_is_expected_without_its_base(model: LlamaForCausalLM, tmp_path: Path) -> None:
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
     expected = exported_folder.expected_tensors(adapted, None)
@@ -78,15 +56,7 @@ def test_an_adapter_is_expected_without_its_base(model: LlamaForCausalLM, tmp_pa
 
 
 def test_tied_weights_are_expected_once(tmp_path: Path) -> None:
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        tie_word_embeddings=True,
-    )
-    tied = LlamaForCausalLM(config)
+    tied = WHOLE["llama tied"]()
     tied.save_pretrained(tmp_path)
     expected = exported_folder.expected_tensors(tied, None)
     assert "lm_head.weight" not in expected.tensors

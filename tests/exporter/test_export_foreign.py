@@ -3,7 +3,6 @@
 import argparse
 import collections
 import datetime
-import json
 import types
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,9 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from runs import export, refused, set_in
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-
-from accel_fsdp.errors import UserError
-from accel_fsdp.exporter import command
-
-
-def export(src: Path, out: Path, **options: Any) -> dict[str, torch.Tensor]:
-    assert command.run(command.ExportCommand(src, out, **{"verify": "bytes", "no_sync": True, **options})) == 0
-    return load_file(out / "model.safetensors")
 
 
 def settings() -> dict[str, Any]:
@@ -48,17 +40,15 @@ class Unknown:
 def test_other_objects_are_refused_with_the_way_out(tiny_model: Path, tmp_path: Path) -> None:
     state = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
     torch.save({"model": state, "config": Unknown()}, tmp_path / "run.pth")
-    with pytest.raises(UserError, match=r"names \S+Unknown, which no checkpoint needs") as raised:
-        export(tmp_path / "run.pth", tmp_path / "out", model=str(tiny_model))
-    assert "torch.save(model.state_dict(), FILE)" in raised.value.fix
+    error = refused(r"names \S+Unknown, which no checkpoint needs", tmp_path / "run.pth", model=str(tiny_model))
+    assert "torch.save(model.state_dict(), FILE)" in error.fix
 
 
 def test_two_models_in_one_file_are_not_guessed_at(tiny_model: Path, tmp_path: Path) -> None:
     state = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
     both = {f"{name}.{key}": tensor for name in ("student", "teacher") for key, tensor in state.items()}
     torch.save(both, tmp_path / "both.pt")
-    with pytest.raises(UserError, match="isn't of the model"):
-        export(tmp_path / "both.pt", tmp_path / "out", model=str(tiny_model))
+    refused("isn't of the model", tmp_path / "both.pt", model=str(tiny_model))
 
 
 @pytest.mark.parametrize("settings", [{"quant_method": "fp8"}, {"quant_method": "bitsandbytes", "load_in_4bit": True}])
@@ -71,9 +61,7 @@ def test_a_quantised_base_is_named(settings: dict[str, Any], tiny_model: Path, t
     name = "model.layers.0.self_attn.q_proj.weight"
     tensors[name], tensors[f"{name}_scale"] = tensors[name].to(torch.uint8), torch.ones(1)
     save_file(tensors, tmp_path / "base" / "model.safetensors", {"format": "pt"})
-    config = json.loads((tmp_path / "base" / "config.json").read_text())
-    (tmp_path / "base" / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
-    with pytest.raises(UserError, match=rf"base is quantised \({settings['quant_method']}\)"):
-        export(tmp_path / "adapter", tmp_path / "out", model=str(tmp_path / "base"), merge_adapter=True)
-    with pytest.raises(UserError, match=r"is quantised|from_pretrained|can't build"):
-        export(tmp_path / "base", tmp_path / "out")
+    set_in(tmp_path / "base" / "config.json", quantization_config=settings)
+    quantised = rf"base is quantised \({settings['quant_method']}\)"
+    refused(quantised, tmp_path / "adapter", model=str(tmp_path / "base"), merge_adapter=True)
+    refused(r"is quantised|from_pretrained|can't build", tmp_path / "base")

@@ -7,27 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import runs
 import torch
-from runs import INNER, export
+from runs import INNER, export, refused
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import hub
-
-SIZES = {"vocab_size": 64, "hidden_size": 36, "intermediate_size": 40, "num_hidden_layers": 2, "head_dim": 6}
-
-
-@pytest.fixture(scope="module")
-def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return runs.make(tmp_path_factory, SIZES)
-
-
-@pytest.fixture
-def run_folder(trained_run: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(trained_run, tmp_path / "run"))
 
 
 def zero_files(folder: Path, state: dict[str, torch.Tensor], ranks: int = 2) -> None:
@@ -128,9 +115,7 @@ def test_links_out_of_a_run_are_refused(
     """Whatever they replace: what lies elsewhere is neither read nor copied."""
     make(run_folder)
     elsewhere(name, run_folder)
-    with pytest.raises(UserError, match=r"is a link to .*/elsewhere/"):
-        export(run_folder, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    refused(r"is a link to .*/elsewhere/", run_folder)
 
 
 def test_a_source_may_be_named_by_a_link(run_folder: Path, tmp_path: Path) -> None:
@@ -197,8 +182,7 @@ def test_all_dtypes_that_safetensors_can_name(dtype: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("dtype", ["complex128", "float4_e2m1fn_x2"])
 def test_dtypes_that_safetensors_cannot_name(dtype: str, tmp_path: Path) -> None:
     tensors = {"w": torch.zeros(16, dtype=torch.uint8).view(getattr(torch, dtype))}
-    with pytest.raises(UserError, match=f"holds a tensor of {dtype}"):
-        export(of_these(tensors, tmp_path), tmp_path / "out")
+    refused(f"holds a tensor of {dtype}", of_these(tensors, tmp_path), tmp_path / "out")
 
 
 def test_tensors_are_read_as_torch_reads_them(tmp_path: Path) -> None:

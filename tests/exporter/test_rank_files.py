@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import here
-from runs import State, export, same
+from runs import HEADS, State, export, refused, same
 from torch.distributed.checkpoint import save as save_dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -16,10 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from accel_fsdp.errors import UsageError, UserError
-
 SIZES = {"vocab_size": 101, "hidden_size": 36, "intermediate_size": 50, "num_hidden_layers": 2}
-HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "architectures": ["LlamaForCausalLM"]}
 
 
 def llama(seed: int = 0, **sizes: int) -> LlamaForCausalLM:
@@ -91,8 +88,7 @@ def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
     folder = verl(tmp_path / "actor", llama(), 3)
     (folder / "model_world_size_3_rank_2.pt").unlink()
     for src in (folder, folder / "model_world_size_3_rank_0.pt"):
-        with pytest.raises(UserError, match=r"lacks model_world_size_3_rank_2\.pt"):
-            export(src, tmp_path / "out")
+        refused(r"lacks model_world_size_3_rank_2\.pt", src, tmp_path / "out")
 
 
 def by_hand(folder: Path, model: LlamaForCausalLM, ranks: int) -> Path:
@@ -115,8 +111,7 @@ def test_plain_shards_are_joined_as_the_config_says(tmp_path: Path) -> None:
     same(export(folder / "rank_1.pt", tmp_path / "again"), model.state_dict())
     larger = llama(hidden_size=72)
     larger.config.save_pretrained(tmp_path / "larger")
-    with pytest.raises(UserError, match="it is unclear how the parts belong together"):
-        export(folder, tmp_path / "other", model=str(tmp_path / "larger"))
+    refused("it is unclear how the parts belong together", folder, tmp_path / "other", model=str(tmp_path / "larger"))
 
 
 def test_copies_that_differ_are_refused(tmp_path: Path) -> None:
@@ -124,8 +119,7 @@ def test_copies_that_differ_are_refused(tmp_path: Path) -> None:
     content = torch.load(folder / "rank_1.pt")
     content["model"]["model.norm.weight"] += 1
     torch.save(content, folder / "rank_1.pt")
-    with pytest.raises(UserError, match=r"model\.norm\.weight is whole in each rank's file, and differs"):
-        export(folder, tmp_path / "out")
+    refused(r"model\.norm\.weight is whole in each rank's file, and differs", folder, tmp_path / "out")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -152,8 +146,8 @@ def test_of_several_models_none_is_taken_in_silence(kind: str, tmp_path: Path) -
     listed = json.loads(here("export", folder, "--list", "--json").output)
     assert [Path(row["weights"]).name for row in listed] == list(names)
     for which in (None, "third"):
-        with pytest.raises(UsageError, match=f"holds 2 models: {names[0]}, {names[1]}"):
-            export(folder, tmp_path / "out", model=str(tmp_path / f"config of {names[0]}"), which=which)
+        config = str(tmp_path / f"config of {names[0]}")
+        refused(f"holds 2 models: {names[0]}, {names[1]}", folder, tmp_path / "out", model=config, which=which)
     for name, model in zip(names, models, strict=True):
         config = str(tmp_path / f"config of {name}")
         same(export(folder, tmp_path / f"out of {name}", model=config, which=name), model.state_dict())

@@ -2,14 +2,15 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, SFT, accelerate_launch
-from test_training import make_config, sft_args
+from conftest import ROOT, Finished
 
 from accel_fsdp.checkpoints import completeness, file_names
 
+Launches = Callable[..., Finished]
 SCARCE = ROOT / "tests" / "scarce.py"
 AXES = {"fsdp2": {}, "fsdp1": {"fsdp_version": "1"}, "tp3": {"tp": "3", "num_processes": "3"}}
 
@@ -22,16 +23,13 @@ def hashes(checkpoint: Path) -> dict[str, str]:
 
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize("axes", AXES)
-def test_the_same_files_while_training_goes_on(axes: str, tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
+def test_the_same_files_while_training_goes_on(axes: str, launches: Launches, tmp_path: Path) -> None:
     """Each step changes what is saved after the one before it, so a copy that came late would differ."""
-    config = make_config(tmp_path, tiny_model, **AXES[axes])
     args = ("--save_strategy", "steps", "--save_steps", "1", "--max_steps", "3")
-    outputs = []
-    for flags in ((), ("--async_checkpoints",)):
-        run = tmp_path / f"run{len(outputs)}"
-        finished = accelerate_launch(config, SFT, *sft_args(tiny_model, text_data, run, *args, *flags))
-        assert finished.code == 0, finished.output
-        outputs.append(finished.output)
+    outputs = [
+        launches(*args, *flags, into=f"run{number}", answers=AXES[axes]).output
+        for number, flags in enumerate(((), ("--async_checkpoints",)))
+    ]
     for step in (1, 2, 3):
         in_line, behind = (hashes(tmp_path / f"run{number}" / f"checkpoint-{step}") for number in (0, 1))
         assert len(in_line) > 5
@@ -44,27 +42,19 @@ def test_the_same_files_while_training_goes_on(axes: str, tiny_model: Path, text
     assert "is being written" not in outputs[0]
 
 
-def test_without_shards_or_memory_it_stops_before_a_step(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
-    args = sft_args(tiny_model, text_data, tmp_path / "run", "--max_steps", "1", "--async_checkpoints")
-    whole = accelerate_launch(make_config(tmp_path, tiny_model, state_dict_type="FULL_STATE_DICT"), SFT, *args)
-    assert whole.code == 1
+def test_without_shards_or_memory_it_stops_before_a_step(launches: Launches) -> None:
+    more = ("--max_steps", "1", "--async_checkpoints")
+    whole = launches(*more, answers={"state_dict_type": "FULL_STATE_DICT"}, fails=True)
     assert "error: --async_checkpoints without shards" in whole.output
-    scarce = accelerate_launch(make_config(tmp_path, tiny_model), SCARCE, *args, SCARCE="host")
-    assert scarce.code == 1
-    assert re.search(
-        r"--async_checkpoints copies [\d.]+ MiB of shards to a host's memory, 0\.0 MiB are free", scarce.output
-    )
-    assert "  loss " not in scarce.output
+    scarce = launches(*more, script=SCARCE, SCARCE="host", fails=True).output
+    assert re.search(r"--async_checkpoints copies [\d.]+ MiB of shards to a host's memory, 0\.0 MiB are free", scarce)
+    assert "  loss " not in scarce
 
 
-def test_what_is_being_written_is_completed_before_a_run_fails(
-    tiny_model: Path, text_data: Path, tmp_path: Path
-) -> None:
+def test_what_is_being_written_is_completed_before_a_run_fails(launches: Launches, tmp_path: Path) -> None:
     """The second step diverges while the first one's checkpoint is still being written."""
     flags = ("--max_steps", "2", "--save_steps", "1", "--async_checkpoints")
-    args = sft_args(tiny_model, text_data, tmp_path / "run", *flags)
-    failed = accelerate_launch(make_config(tmp_path, tiny_model), SCARCE, *args, SCARCE="time")
-    assert failed.code == 1
+    failed = launches(*flags, script=SCARCE, SCARCE="time", fails=True)
     assert "error: training diverged: in step 2" in failed.output, failed.output
     assert not completeness.flaw(tmp_path / "run" / "checkpoint-1")
     assert not (tmp_path / "run" / "checkpoint-2").exists()

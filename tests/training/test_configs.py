@@ -1,13 +1,12 @@
 """The ready-made YAMLs of accelerate_configs/: each really trains, and the linter finds nothing in them."""
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import reference_docs
 import torch
-from conftest import CHAT_DATA, PROBE, ROOT, accelerate_launch
+from conftest import CHAT_DATA, ROOT
+from jobs import Jobs, launch
 from offline import assert_exports_offline
 from test_engines import SHIPPED
 
@@ -32,38 +31,32 @@ LARGER = {name for name, given in PRESETS.items() if given.keys() & {"tp", "ep"}
 TOGETHER = [name for name in PRESETS if name not in {"tpu", ALONE, *SHIPPED, *LARGER}]
 
 
-def launched(names: Sequence[str], model: Path, folder: Path) -> str:
-    """One launch of presets as shipped, bfloat16 too, but on 2 CPU processes instead of 8 or 16 GPUs."""
-    shared = ["--model_name_or_path", str(model), "--dataset_name", str(CHAT_DATA), "--max_steps", "2"]
-    shared += ["--max_length", "32", "--logging_steps", "1", "--disable_tqdm", "true"]
-    words = {name: ["--output_dir", str(folder / name), *METHOD[PRESETS[name]["method"]]] for name in names}
-    more = {name: ["--config_file", str(FOLDER / f"{name}.yaml"), *words[name]] for name in names[1:]}
-    smaller = ["--num_processes", "2", *SMALLER.get(names[0], [])]
-    env = {"PROBE_OUT": str(folder), "PROBE_MORE": json.dumps(more)}
-    config = FOLDER / f"{names[0]}.yaml"
-    finished = accelerate_launch(config, PROBE, *shared, *words[names[0]], launcher=smaller, **env)
-    assert finished.code == 0, finished.output
-    return f"job {names[0]}\n{finished.output}"
-
-
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> tuple[Path, str]:
-    """The folder of all runs, and what they printed."""
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Jobs:
+    """One launch of the presets as shipped, bfloat16 too, but on 2 CPU processes instead of 8 or 16 GPUs."""
     folder = tmp_path_factory.mktemp("presets")
-    return folder, launched(TOGETHER, tiny_model, folder) + launched([ALONE], tiny_model, folder)
+    shared = ["--model_name_or_path", tiny_model, "--dataset_name", CHAT_DATA, "--max_steps", "2"]
+    shared += ["--max_length", "32", "--logging_steps", "1", "--disable_tqdm", "true"]
+    made = []
+    for names in (TOGETHER, [ALONE]):
+        jobs = {
+            name: ["--config_file", FOLDER / f"{name}.yaml", *shared, *METHOD[PRESETS[name]["method"]]]
+            for name in names
+        }
+        made.append(launch(jobs, folder, ["--num_processes", "2", *SMALLER.get(names[0], [])]))
+    return Jobs(folder, made[0].printed | made[1].printed)
 
 
 @pytest.mark.slow(but=2)
 @pytest.mark.parametrize("name", [*TOGETHER, ALONE])
-def test_it_trains_on_two_ranks_and_exports(name: str, runs: tuple[Path, str], tmp_path: Path) -> None:
+def test_it_trains_on_two_ranks_and_exports(name: str, runs: Jobs, tmp_path: Path) -> None:
     """The others are in test_engines.py."""
-    folder, printed = runs
-    output = printed.partition(f"job {name}\n")[2].partition("\njob ")[0]
+    output = runs.printed[name]
     assert "exported and verified" in output
     assert next(text for start, text in SHARDS.items() if name.startswith(start)) in output
     assert output.count("  loss ") == 2
     trained_as = torch.bfloat16 if name.startswith("zero") else torch.float32
-    assert_exports_offline(folder / name, tmp_path / "offline", trained_as)
+    assert_exports_offline(runs.folder / name, tmp_path / "offline", trained_as)
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)

@@ -1,6 +1,5 @@
 """`accel-fsdp convert`: training goes on under another engine, on another number of ranks, as if it hadn't moved."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -8,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, Finished, accelerate_launch, made_yaml
+from conftest import ROOT, Finished, accelerate_launch, made_yaml, write_texts
+from jobs import save
 from reference import job_words, losses_of
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from accel_fsdp import conversion
 from accel_fsdp.checkpoints import completeness, marker
@@ -48,9 +48,7 @@ Sources = Callable[[str], Source]
 def made(folder: Path, tokenizer: Path, tied: bool) -> Path:
     torch.manual_seed(0)
     config = AutoConfig.for_model("qwen3", **SIZES, tie_word_embeddings=tied)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
-    return folder
+    return save(AutoModelForCausalLM.from_config(config, dtype=torch.float32), folder, tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +59,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    chats = (ROOT / "train" / "data" / "fsdp_chat" / "train.jsonl").read_text().splitlines()[:60]
-    texts = [json.loads(line)["messages"][0]["content"][: 40 + 5 * (i % 11)] for i, line in enumerate(chats)]
-    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
+    return write_texts(tmp_path_factory.mktemp("rows") / "rows.jsonl", 60)
 
 
 def launched(engine: str, ranks: int, folder: Path, words: list[str], model: Path, **environment: str) -> Finished:

@@ -1,7 +1,6 @@
 """Data sets to tokens, compared with the tokenizer used directly."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -98,20 +97,33 @@ def test_instructions_without_a_chat_template_are_alpacas(tokenizer: PreTrainedT
     assert texts_of(path, tokenizer) == [text]
 
 
+TURN = {"messages": [{"role": "user", "content": "Hi"}]}
+PAIR = {"question": "a", "reply": "b"}
+CALLS = {"role": "assistant", "tool_calls": [{"f": 1}]}
+
+
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("rows", "flags", "message"),
     [
-        ({"columns": ["prompt"]}, "prompt is not PART=COLUMN"),
-        ({"columns": ["promt=question"]}, r"no part promt\. Did you mean prompt"),
-        ({"columns": ["prompt=qestion"]}, r"no column qestion\. Did you mean question"),
-        ({}, "neither messages, prompt and completion"),
+        ([PAIR], {"columns": ["prompt"]}, "prompt is not PART=COLUMN"),
+        ([PAIR], {"columns": ["promt=question"]}, r"no part promt\. Did you mean prompt"),
+        ([PAIR], {"columns": ["prompt=qestion"]}, r"no column qestion\. Did you mean question"),
+        ([PAIR], {}, "neither messages, prompt and completion"),
+        ([TURN, {"messages": "Hi"}], {}, "row 2: messages is not a list of turns with role and content"),
+        ([TURN, {"messages": [{"role": "user"}]}], {}, 'row 2: .*content as text, such as {"role": "user"'),
+        ([TURN, {"messages": [{**CALLS, "content": ""}]}], {}, "row 2: a turn of messages has tool calls, which"),
+        ([TURN, {"messages": [{**CALLS, "content": None}]}], {}, "row 2: a turn of messages has tool calls, which"),
+        ([{"text": "a"}], {"assistant_only_loss": True}, "_only_loss, but the rows"),
+        ([{"text": "a"}], {"completion_only_loss": True}, "_only_loss, but the rows"),
+        ([TURN], {"completion_only_loss": True}, "_only_loss, but the rows"),
+        ([{"prompt": "a", "completion": "b"}], {"assistant_only_loss": True}, "_only_loss, but the rows"),
     ],
 )
-def test_columns_that_nobody_can_find_are_refused(
-    flags: dict[str, Any], message: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+def test_rows_that_can_not_be_meant_are_refused(
+    rows: list[object], flags: dict[str, Any], message: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=message):
-        tokens_of(write(tmp_path / "rows.jsonl", {"question": "a", "reply": "b"}), tokenizer, **flags)
+        tokens_of(write(tmp_path / "rows.jsonl", *rows), tokenizer, **flags)
 
 
 @pytest.mark.parametrize("more", ["", r" \(2 such rows\)"])
@@ -188,26 +200,6 @@ def test_a_file_that_is_not_there_is_no_matter_of_the_hub(
         load.load("data/nothing")
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ("Hi", "messages is not a list of turns with role and content"),
-        ([{"role": "user"}], 'content as text, such as {"role": "user", "content": "Hi"}'),
-        ([{"role": "assistant", "content": "", "tool_calls": [{"f": 1}]}], "a turn of messages has tool calls, which"),
-        (
-            [{"role": "assistant", "content": None, "tool_calls": [{"f": 1}]}],
-            "a turn of messages has tool calls, which",
-        ),
-    ],
-)
-def test_what_is_no_turn_is_refused(
-    bad: object, message: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    path = write(tmp_path / "rows.jsonl", {"messages": [{"role": "user", "content": "Hi"}]}, {"messages": bad})
-    with pytest.raises(UserError, match=r"rows\.jsonl, row 2: .*" + re.escape(message)):
-        tokens_of(path, tokenizer)
-
-
 def test_tokens_are_made_once_and_again_when_anything_changes(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
@@ -236,16 +228,3 @@ def test_messages_need_a_template(tokenizer: PreTrainedTokenizerBase) -> None:
     assert texts_of(CHAT_DATA, tokenizer)[0].startswith("<|im_start|>system\nYou are a helpful")
     with pytest.raises(UserError, match="no chat template from nowhere"):
         chat_template.use_template(tokenizer, "nowhere")
-
-
-def test_the_shipped_chats_are_unique_and_well_formed() -> None:
-    rows = [
-        json.loads(line)
-        for name in ("train", "test")
-        for line in (CHAT_DATA / f"{name}.jsonl").read_text().splitlines()
-    ]
-    assert len(rows) >= 150
-    assert len({row["messages"][0]["content"] for row in rows}) == len(rows)
-    for row in rows:
-        assert [turn["role"] for turn in row["messages"]] == ["user", "assistant"] * (len(row["messages"]) // 2)
-        assert all(len(turn["content"].split()) >= 5 for turn in row["messages"] if turn["role"] == "assistant")

@@ -1,19 +1,20 @@
 """The data flags of `train/sft.py` on two processes: packing, masks, streams, and a row that stops the job."""
 
 import json
-import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import CHAT_DATA, SFT, accelerate_launch
+from conftest import CHAT_DATA, Finished
 from datasets import Dataset
-from test_training import STEPS, logged_losses, make_config, sft_args
-from torch.nn import functional
+from jobs import STEPS, logged_losses
+from test_packing import plain
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_fsdp.training.data import DataArguments, packing, tokenizing
 
+Launches = Callable[..., Finished]
 LEARNING_RATE = 0.5
 TOLERANCE = 1e-5
 LIMIT = 128
@@ -41,69 +42,46 @@ def chats(tiny_model: Path, tmp_path: Path) -> Path:
 
 def losses_one_by_one(model_folder: Path, path: Path) -> list[float]:
     """Plain SGD on all documents at every step, each alone in its forward pass; only what the assistant says counts."""
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    options = DataArguments(str(path), max_length=LIMIT, assistant_only_loss=True)
+    rows = tokenizing.tokenize(Dataset.from_json(str(path)), AutoTokenizer.from_pretrained(model_folder), options)[0]
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    documents = []
-    for line in path.read_text().splitlines():
-        text = "".join(f"<|im_start|>{t['role']}\n{t['content']}<|im_end|>\n" for t in json.loads(line)["messages"])
-        spoken = [turn.span(1) for turn in re.finditer(r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)", text, re.DOTALL)]
-        encoded = tokenizer(text, return_offsets_mapping=True)
-        inside = [any(start <= a and b <= end for start, end in spoken) for a, b in encoded["offset_mapping"]]
-        documents.append((torch.tensor(encoded["input_ids"]), torch.tensor(inside)))
-    trained = sum(int(inside[1:].sum()) for _, inside in documents)
     losses = []
     for _ in range(STEPS):
-        total = torch.zeros(())
-        for ids, inside in documents:
-            logits = model(input_ids=ids[None]).logits[0, :-1]
-            total = total + functional.cross_entropy(logits[inside[1:]], ids[1:][inside[1:]], reduction="sum")
-        optimizer.zero_grad()
-        (total / trained).backward()
+        losses.append(plain(model, rows)[0].item())
         optimizer.step()
-        losses.append(total.item() / trained)
     return losses
 
 
 def test_packed_training_on_two_ranks_is_that_of_single_documents(
-    chats: Path, tiny_model: Path, tmp_path: Path
+    chats: Path, launches: Launches, tiny_model: Path, tmp_path: Path
 ) -> None:
-    config = make_config(tmp_path, tiny_model, fsdp_version="2")
     flags = ("--packing", "--assistant_only_loss", "--max_length", str(LIMIT), "--optim", "sgd", "--max_grad_norm", "0")
-    rate = ("--learning_rate", str(LEARNING_RATE))
-    out = tmp_path / "run"
-    finished = accelerate_launch(config, SFT, *sft_args(tiny_model, chats, out, *flags, *rate))
-    assert finished.code == 0, finished.output
+    finished = launches(*flags, "--learning_rate", str(LEARNING_RATE), data=chats, answers={"fsdp_version": "2"})
     assert "packed into 4, padding " in finished.output
     expected = losses_one_by_one(tiny_model, chats)
     assert expected[0] - expected[-1] > 0.1
-    assert logged_losses(out) == pytest.approx(expected, abs=TOLERANCE)
-    assert json.loads((out / "run.json").read_text())["plan"]["recipe"]["packed"]
+    assert logged_losses(tmp_path / "run") == pytest.approx(expected, abs=TOLERANCE)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["plan"]["recipe"]["packed"]
 
 
-def test_a_stream_trains_and_is_evaluated(chats: Path, tiny_model: Path, tmp_path: Path) -> None:
+def test_a_stream_trains_and_is_evaluated(chats: Path, launches: Launches, tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     for name in ("train", "test"):
         (folder / f"{name}.jsonl").write_text(chats.read_text())
     flags = ("--streaming", "--packing", "--max_length", str(LIMIT))
-    flags += ("--eval_strategy", "steps", "--eval_steps", str(STEPS))
-    finished = accelerate_launch(
-        make_config(tmp_path, tiny_model), SFT, *sft_args(tiny_model, folder, tmp_path / "run", *flags)
-    )
-    assert finished.code == 0, finished.output
+    finished = launches(*flags, "--eval_strategy", "steps", "--eval_steps", str(STEPS), data=folder)
     assert len(logged_losses(tmp_path / "run")) == STEPS
     assert "held-out loss" in finished.output
 
 
-def test_a_corrupt_row_stops_all_ranks_with_one_message(chats: Path, tiny_model: Path, tmp_path: Path) -> None:
+def test_a_corrupt_row_stops_all_ranks_with_one_message(chats: Path, launches: Launches, tmp_path: Path) -> None:
     lines = chats.read_text().splitlines()
     chats.write_text("\n".join([*lines, '{"messages": [{"role": "user"}]}']) + "\n")
-    out = tmp_path / "run"
-    finished = accelerate_launch(make_config(tmp_path, tiny_model), SFT, *sft_args(tiny_model, chats, out))
-    assert finished.code == 1
+    output = launches(data=chats, fails=True).output
     message = f"error: {chats}, row {len(lines) + 1}: "
-    assert finished.output.count(f"\n{message}") == 1
-    assert finished.output.count(message) == 2  # the launcher's account has it too
-    assert finished.output.count("Traceback") == 1  # the launcher's own
-    assert not (out / "final").exists()
+    assert output.count(f"\n{message}") == 1
+    assert output.count(message) == 2  # the launcher's account has it too
+    assert output.count("Traceback") == 1  # the launcher's own
+    assert not (tmp_path / "run" / "final").exists()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import accel_fsdp
+from conftest import here
 from peft.tuners.lora import LoraLayer
 from test_trained_meshes import EXPERTS, KINDS, PACKED, SMALL
 from torch import nn
@@ -128,29 +128,20 @@ def check_all(sizes: dict[str, int], experts: int, config: Any, expected: str) -
     assert refusal_by_config(file, experts, config) == refusal
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "llama"])
-def test_the_default_adapter_is_on_linear_layers_alone(kind: str) -> None:
-    """PEFT's all-linear takes fused experts in, and then refuses train/sft.py's dropout."""
-    model = AutoModelForCausalLM.from_config(small_config(kind))
-    attention = {
-        name.rpartition(".")[2]
-        for name, part in model.named_modules()
-        if "attn" in name and isinstance(part, nn.Linear)
-    }
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "qwen2_moe", "gpt_oss", "deepseek_v3", "llama"])
+def test_the_default_adapter_is_on_linear_layers_alone_and_the_plan_counts_it(kind: str) -> None:
+    """PEFT's all-linear takes fused experts in, and then refuses train/sft.py's dropout.
+
+    DeepSeek's shared experts and dense layers have names of experts, and get none.
+    """
+    config = small_config(kind)
+    model = AutoModelForCausalLM.from_config(config)
+    attention = [name for name, part in model.named_modules() if "attn" in name and isinstance(part, nn.Linear)]
     adapted = load_model.with_adapter(model, ModelArguments(model_name_or_path="a", use_peft=True))
     layers = {name.rpartition(".")[2] for name, part in adapted.named_modules() if isinstance(part, LoraLayer)}
-    assert attention <= layers
-    assert ("gate_proj" in layers) == (kind == "llama")
+    assert {name.rpartition(".")[2] for name in attention} <= layers
+    assert ("gate_proj" in layers) == (kind in ("llama", "qwen2_moe"))
     assert "experts" not in layers
-
-
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "qwen2_moe", "gpt_oss", "deepseek_v3", "llama"])
-def test_the_plan_counts_the_adapters_that_are_trained(kind: str) -> None:
-    """DeepSeek's shared experts and dense layers have names of experts, and get none."""
-    config = small_config(kind)
-    adapted = load_model.with_adapter(
-        AutoModelForCausalLM.from_config(config), ModelArguments(model_name_or_path="a", use_peft=True)
-    )
     trained = {name: weight.numel() for name, weight in adapted.named_parameters() if weight.requires_grad}
     recipe, variant = Recipe("lora", lora_rank=16), Variant.of("bf16-amp-lora-sdpa")
     units = shards.all_units(shape_of(kind, config, build(kind, config)), recipe, Layout.alone())
@@ -186,7 +177,7 @@ def test_check_and_training_refuse_an_adapter_on_divided_experts(
     file.write_text(yaml.safe_dump(dict(file_for({}).values)))
     words = f"{EXPERT_FLAG} 2 --use_peft --lora_target_modules {targets}"
     (tmp_path / "line").write_text(f"train/sft.py --model_name_or_path {tmp_path} {words}")
-    checked = accel_fsdp("check", file, "--args", tmp_path / "line").output
+    checked = here("check", file, "--args", tmp_path / "line").output
     refused = ""
     try:
         mesh.check_on(replace(from_yaml.layout_of(file_for({})), experts=2), config, "lora", targets.split())

@@ -1,18 +1,19 @@
-"""One job under every engine: `train/sft.py` with the shipped YAMLs, `train/native.py`, torchrun and one process.
+"""One job under every engine: `train/sft.py` with the shipped YAMLs, `train/native.py` and torchrun.
 
 All must have the losses and weights of `reference.py`'s plain loop. A launch runs several jobs: most of it is imports.
 """
 
 import json
-import random
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from conftest import PROBE, ROOT, Finished, accelerate_launch, free_port, made_yaml, run, together
+from conftest import ROOT, Finished, accelerate_launch, free_port, made_yaml, run, together
+from jobs import PROBE, Jobs, launch, probed, save
 from offline import assert_exports_offline
 from peft import PeftModel
 from reference import LEARNING_RATE, LORA_LEARNING_RATE, Reference, job_words, train
@@ -39,8 +40,8 @@ SMOOTH += ["--dataset_test_split", "train", "--per_device_eval_batch_size", "5"]
 UNTRAINED = [*SMOOTH, "--learning_rate", "0", "--max_length", "256", "--max_steps", "1", "--eval_steps", "1"]
 HELD_OUT = {"packed": [*UNTRAINED, "--packing", "true"], "streamed": [*UNTRAINED, "--streaming", "true"]}
 """Six packed rows: of four ranks three evaluate none."""
-MESH = ["--num_machines", "1", "--parallelism_config_dp_replicate_size", "2"]
 SHIPPED = {
+    "ddp": 1,  # first: the patches of FSDP on CPUs would stay
     "fsdp1_full_shard": 2,
     "fsdp1_shard_grad_op": 2,
     "fsdp1_no_shard": 1,
@@ -49,21 +50,13 @@ SHIPPED = {
     "fsdp2": 2,
     "fsdp2_no_reshard": 2,
     "fsdp2_hybrid_2x8": 2,
-    "ddp": 1,
     "zero1": 1,
     "zero2": 1,
     "zero3": 1,
 }
 """Ranks that share one copy of the parameters. DeepSpeed keeps tensors as small as these whole under ZeRO-3 too."""
-TOGETHER = (
-    "fsdp1_shard_grad_op",
-    "fsdp1_no_shard",
-    "fsdp1_hybrid_shard",
-    "fsdp1_hybrid_shard_zero2",
-    "fsdp2_no_reshard",
-)
+TOGETHER = tuple(name for name in SHIPPED if name != "fsdp2_hybrid_2x8" and not name.startswith("zero"))
 """Those that share a launch; the others have one each."""
-WITH_LORA = ("fsdp1_no_shard", "fsdp2_no_reshard")
 SMOOTHED = ("fsdp1_full_shard", "fsdp2", "zero3")
 
 
@@ -71,35 +64,8 @@ def sft_args(model: Path, data: Path, output: Path, per_rank: int = GLOBAL_BATCH
     return job_words(model, data, output, STEPS, per_rank)
 
 
-def probed(folder: Path, more: dict[str, list[str]]) -> dict[str, str]:
-    """The environment for `probe.py`."""
-    return {"PROBE_OUT": str(folder), "PROBE_MORE": json.dumps(more)}
-
-
-def noted(folder: Path, name: str, rank: int = 0) -> dict:
-    return json.loads((folder / f"{name}-rank{rank}.json").read_text())
-
-
-def printed_by(finished: Finished, job: str, pattern: str) -> str:
-    """What a job of `probe.py` said, by a pattern with one group."""
-    own = finished.output.partition(f"\njob {job}\n")[2].partition("\njob ")[0]
-    match = re.search(pattern, own)
-    return match[1] if match else ""
-
-
-@pytest.fixture(scope="module")
-def reference(tiny_model: Path, text_data: Path) -> Reference:
-    return train(tiny_model, text_data, steps=STEPS, global_batch=GLOBAL_BATCH)
-
-
-@pytest.fixture(scope="module")
-def lora_reference(tiny_model: Path, text_data: Path) -> Reference:
-    return train(tiny_model, text_data, steps=STEPS, global_batch=GLOBAL_BATCH, lora=True)
-
-
-@pytest.fixture(scope="module")
-def smooth_reference(tiny_model: Path, text_data: Path) -> Reference:
-    return train(tiny_model, text_data, steps=STEPS, global_batch=GLOBAL_BATCH, smoothing=0.5)
+def plain(model: Path, data: Path, **how: Any) -> Reference:
+    return train(model, data, steps=STEPS, global_batch=GLOBAL_BATCH, **how)
 
 
 @pytest.fixture(scope="module")
@@ -110,22 +76,21 @@ def nine(tmp_path_factory: pytest.TempPathFactory, text_data: Path) -> Path:
     return path
 
 
-def assert_like(folder: Path, name: str, base: Path, reference: Reference) -> None:
+def assert_like(jobs: Jobs, name: str, base: Path, reference: Reference) -> None:
     """What was logged, exported weights and the logits before the export are the reference's; the folder loads."""
-    seen = noted(folder, name)
+    seen = jobs.noted(name)
     assert seen["losses"] == pytest.approx(reference.losses, abs=TOLERANCE)
     assert seen["norms"] == pytest.approx(reference.norms, rel=20 * TOLERANCE)
     assert seen["accuracies"][:STEPS] == pytest.approx(reference.accuracies, abs=1e-9)
     if seen["held_out"]:
         assert seen["accuracies"][STEPS:] == pytest.approx([reference.held_out_accuracy], abs=1e-9)
         assert seen["held_out"] == pytest.approx([reference.held_out], abs=TOLERANCE / 10)
-    model = loaded(folder / name / "final", base)
+    model = loaded(jobs.folder / name / "final", base)
     for key, tensor in model.state_dict().items():
         torch.testing.assert_close(tensor, reference.weights[key], atol=5 * TOLERANCE, rtol=0)
     with torch.no_grad():
         logits = model.eval()(input_ids=torch.arange(3, 43).reshape(2, 20)).logits
-    saved = torch.load(folder / f"{name}-logits.pt", weights_only=True)
-    torch.testing.assert_close(logits, saved, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits, jobs.logits(name), atol=1e-5, rtol=1e-5)
 
 
 def loaded(folder: Path, base: Path) -> torch.nn.Module:
@@ -134,105 +99,95 @@ def loaded(folder: Path, base: Path) -> torch.nn.Module:
     return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder).merge_and_unload()
 
 
-@pytest.fixture(scope="module")
-def together_runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, text_data: Path) -> tuple[Path, str]:
-    """The shipped YAMLs of TOGETHER in one launch, full training and LoRA of each: their folder and what they print."""
-    folder, jobs = tmp_path_factory.mktemp("together"), {}
-    for name in TOGETHER:
-        text = (FOLDER / f"{name}.yaml").read_text()
-        (folder / f"{name}.yaml").write_text(text.replace("mixed_precision: bf16", "mixed_precision: 'no'"))
-        for kind, more in {"full": [], **({"lora": LORA} if name in WITH_LORA else {})}.items():
-            jobs[f"{name}-{kind}"] = ["--config_file", str(folder / f"{name}.yaml"), *more]
-    first = next(iter(jobs))
-    args = sft_args(tiny_model, text_data, folder / first)
-    env = probed(folder, {job: words for job, words in jobs.items() if job != first})
-    finished = accelerate_launch(folder / f"{TOGETHER[0]}.yaml", PROBE, *args, launcher=["--num_processes", "2"], **env)
-    assert finished.code == 0, finished.output
-    return folder, f"\njob {first}\n{finished.output}"
+def ranks_of(name: str) -> int:
+    return 4 if name == "fsdp2_hybrid_2x8" else RANKS
 
 
-@pytest.mark.parametrize("name", TOGETHER)
-def test_shipped_yamls_together(
-    name: str,
-    together_runs: tuple[Path, str],
-    tiny_model: Path,
-    reference: Reference,
-    lora_reference: Reference,
-) -> None:
-    folder, printed = together_runs
-    assert_like(folder, f"{name}-full", tiny_model, reference)
-    if name in WITH_LORA:
-        assert_like(folder, f"{name}-lora", tiny_model, lora_reference)
-    output = printed.partition(f"\njob {name}-full\n")[2].partition("\njob ")[0]
-    assert_shared_out(name, folder, f"{name}-full", RANKS, reference, output)
-
-
-@pytest.mark.slow(but=2)
-@pytest.mark.parametrize("name", [name for name in SHIPPED if name not in TOGETHER])
-def test_shipped_yaml_trains_as_plain_pytorch_does(
-    name: str,
-    tiny_model: Path,
-    text_data: Path,
-    nine: Path,
-    lora_reference: Reference,
-    smooth_reference: Reference,
-    tmp_path: Path,
-) -> None:
-    """As shipped, but in float32 and with 2 CPU processes, or 4 where the YAML makes a mesh.
+def jobs_of(name: str, folder: Path, model: Path, data: Path, nine: Path) -> dict[str, list[str]]:
+    """A YAML as shipped, but in float32, with 2 CPU processes, or 4 where it makes a mesh: full training and more.
 
     Of full training, the third step has a quarter of a batch.
     """
-    ranks = 4 if "hybrid_2x8" in name else RANKS
-    mesh = [*MESH, "--parallelism_config_dp_shard_size", "2"] if ranks == 4 else []
-    flags = ["--mixed_precision", "no", "--num_processes", str(ranks), *mesh]
-    args = sft_args(tiny_model, nine, tmp_path / "full", GLOBAL_BATCH // ranks)
-    args += ["--save_strategy", "steps", "--save_steps", str(STEPS)] if name.startswith("zero") else []
-    smooth = {"smooth": SMOOTH, "smooth-lora": [*LORA, *SMOOTH]} if name in SMOOTHED else {}
-    held_out = HELD_OUT if name in ("fsdp2", "fsdp2_hybrid_2x8") else {}
-    low = {"lora16": ["--config_file", str(FOLDER / f"{name}.yaml"), *LORA, "--dtype", "bfloat16"]}
-    low = low if name == "zero3" else {}
-    # Before the 16-bit job: `under` of the probe leaves the bf16 of its YAML in the environment of the jobs after it
-    others = {"lora": LORA, **smooth, **held_out, **low}
-    env = probed(tmp_path, {job: ["--dataset_name", str(text_data), *more] for job, more in others.items()})
-    finished = accelerate_launch(FOLDER / f"{name}.yaml", PROBE, *args, launcher=flags, **env)
-    assert finished.code == 0, finished.output
+    text = (FOLDER / f"{name}.yaml").read_text().replace("mixed_precision: bf16", "mixed_precision: 'no'")
+    text = text.replace("dp_shard_size: 8", "dp_shard_size: 2").replace("num_machines: 2", "num_machines: 1")
+    (folder / f"{name}.yaml").write_text(text.replace("num_processes: 16", "num_processes: 4"))
+    shared = ["--config_file", str(folder / f"{name}.yaml")]
+    shared += sft_args(model, data, folder, GLOBAL_BATCH // ranks_of(name))
+    saved = ["--save_strategy", "steps", "--save_steps", str(STEPS)] if name.startswith("zero") else []
+    words = {"full": ["--dataset_name", str(nine), *saved], "lora": LORA}
+    words |= {"smooth": SMOOTH, "smooth-lora": [*LORA, *SMOOTH]} if name in SMOOTHED else {}
+    words |= HELD_OUT if name in ("fsdp2", "fsdp2_hybrid_2x8") else {}
+    jobs = {f"{name}-{kind}": [*shared, *more] for kind, more in words.items()}
+    if name == "zero3":  # under its own bf16
+        own = ["--config_file", str(FOLDER / "zero3.yaml"), "--dtype", "bfloat16"]
+        jobs["zero3-lora16"] = [*own, *shared[2:], *LORA]
+    return jobs
 
-    reference = train(tiny_model, nine, steps=STEPS, global_batch=GLOBAL_BATCH)
-    assert_like(tmp_path, "full", tiny_model, reference)
-    assert_like(tmp_path, "lora", tiny_model, lora_reference)
-    if smooth:
-        assert_like(tmp_path, "smooth", tiny_model, smooth_reference)
-        card = (tmp_path / "smooth" / "final" / "README.md").read_text()
+
+@pytest.fixture(scope="module")
+def shipped(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, text_data: Path, nine: Path
+) -> Callable[[str], Jobs]:
+    """The launch that a YAML is in."""
+    known: dict[str, Jobs] = {}
+
+    def made(name: str) -> Jobs:
+        if name not in known:
+            folder, names = tmp_path_factory.mktemp("shipped"), TOGETHER if name in TOGETHER else (name,)
+            jobs: dict[str, list[str]] = {}
+            for each in names:
+                jobs |= jobs_of(each, folder, tiny_model, text_data, nine)
+            known.update(dict.fromkeys(names, launch(jobs, folder, ["--num_processes", str(ranks_of(name))])))
+        return known[name]
+
+    return made
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in TOGETHER else pytest.mark.slow) for name in SHIPPED]
+)
+def test_shipped_yaml_trains_as_plain_pytorch_does(
+    name: str, shipped: Callable[[str], Jobs], tiny_model: Path, text_data: Path, nine: Path, tmp_path: Path
+) -> None:
+    made, full = shipped(name), f"{name}-full"
+    reference = plain(tiny_model, nine)
+    assert_like(made, full, tiny_model, reference)
+    assert_like(made, f"{name}-lora", tiny_model, plain(tiny_model, text_data, lora=True))
+    if name in SMOOTHED:
+        assert_like(made, f"{name}-smooth", tiny_model, plain(tiny_model, text_data, smoothing=0.5))
+        assert_like(made, f"{name}-smooth-lora", tiny_model, plain(tiny_model, text_data, lora=True, smoothing=0.5))
+        card = (made.folder / f"{name}-smooth" / "final" / "README.md").read_text()
         assert "The training loss is smoothed (label_smoothing_factor 0.5)" in card
         assert "| label_smoothing_factor | 0.5 |" in card
-        assert f" on {ranks} ranks, cpu" in card
-        adapted = train(tiny_model, text_data, steps=STEPS, global_batch=GLOBAL_BATCH, lora=True, smoothing=0.5)
-        assert_like(tmp_path, "smooth-lora", tiny_model, adapted)
-    for kind in low:  # an adapter that is added to a model in parts stays in float32
-        adapter = load_file(tmp_path / kind / "final" / "adapter_model.safetensors")
+        assert f" on {RANKS} ranks, cpu" in card
+    if name == "zero3":  # an adapter that is added to a model in parts stays in float32
+        adapter = load_file(made.folder / "zero3-lora16" / "final" / "adapter_model.safetensors")
         assert {tensor.dtype for tensor in adapter.values()} == {torch.float32}
-        assert noted(tmp_path, kind)["losses"] == pytest.approx(lora_reference.losses, abs=5e-2)
-    for kind in held_out:
+        assert made.noted("zero3-lora16")["losses"] == pytest.approx(
+            plain(tiny_model, text_data, lora=True).losses, abs=5e-2
+        )
+    for job in {f"{name}-{kind}" for kind in HELD_OUT} & made.printed.keys():
         untrained = train(tiny_model, text_data, steps=0, global_batch=1)
-        assert noted(tmp_path, kind)["held_out"] == pytest.approx([untrained.held_out], abs=TOLERANCE / 10)
-    assert_shared_out(name, tmp_path, "full", ranks, reference, finished.output)
+        assert made.noted(job)["held_out"] == pytest.approx([untrained.held_out], abs=TOLERANCE / 10)
+    assert_shared_out(name, made, full, ranks_of(name), reference)
     if name.startswith("zero"):
-        assert_exports_offline(tmp_path / "full", tmp_path / "offline")
-        assert_holds_moments(tmp_path / "full", reference)
-        assert_takes_what_is_predicted(tmp_path / "full" / f"checkpoint-{STEPS}", int(name[-1]), reference)
+        assert_exports_offline(made.folder / full, tmp_path / "offline")
+        assert_holds_moments(made.folder / full, reference)
+        assert_takes_what_is_predicted(made.folder / full / f"checkpoint-{STEPS}", int(name[-1]), reference)
 
 
-def assert_shared_out(name: str, folder: Path, run: str, ranks: int, reference: Reference, output: str) -> None:
+def assert_shared_out(name: str, jobs: Jobs, run: str, ranks: int, reference: Reference) -> None:
     """Each rank holds the share that the YAML asks for, and the run says so."""
     total = sum(tensor.numel() for tensor in reference.weights.values())
     for rank in range(ranks):
-        seen = noted(folder, run, rank)
+        seen = jobs.noted(run, rank)
         assert seen["held"] == pytest.approx(total / SHIPPED[name], rel=0.02)
         assert seen["kinds"] == (["DTensor"] if name.startswith("fsdp2") else ["Parameter"])
         assert seen["stage"] == (int(name[-1]) if name.startswith("zero") else 0)
     if name.startswith("fsdp"):
-        assert f"sharding: {name[:5].upper()}" in output
-        assert reported_share(output) == pytest.approx(1 / SHIPPED[name], abs=0.02)
+        assert f"sharding: {name[:5].upper()}" in jobs.printed[run]
+        [(held, of)] = re.findall(r"each rank holds ([\d.]+) M of ([\d.]+) M", jobs.printed[run])
+        assert float(held) / float(of) == pytest.approx(1 / SHIPPED[name], abs=0.02)
 
 
 def assert_holds_moments(run_folder: Path, reference: Reference) -> None:
@@ -252,104 +207,46 @@ def assert_takes_what_is_predicted(checkpoint: Path, stage: int, reference: Refe
     assert sum(path.stat().st_size for path in files) == pytest.approx(predicted, rel=0.05)
 
 
-def reported_share(output: str) -> float:
-    """The share of the parameters that each rank holds, as the first run reported it."""
-    match = re.search(r"each rank holds ([\d.]+) M of ([\d.]+) M", output)
-    assert match, output
-    return float(match[1]) / float(match[2])
-
-
-def test_one_process(
-    tiny_model: Path,
-    text_data: Path,
-    reference: Reference,
-    lora_reference: Reference,
-    smooth_reference: Reference,
-    tmp_path: Path,
-) -> None:
-    config = tmp_path / "one.yaml"
-    config.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmixed_precision: 'no'\n")
-    args = sft_args(tiny_model, text_data, tmp_path / "full", GLOBAL_BATCH)
-    variables = {"RANK": "0", **probed(tmp_path, {"lora": LORA, "smooth": SMOOTH})}
-    finished = accelerate_launch(config, PROBE, *args, launcher=["--num_processes", "1"], **variables)
-    assert finished.code == 0, finished.output
-    assert_like(tmp_path, "full", tiny_model, reference)
-    assert_like(tmp_path, "lora", tiny_model, lora_reference)
-    assert_like(tmp_path, "smooth", tiny_model, smooth_reference)
-
-
-LOW_STEPS, LOW_BATCH, LOW_RATE, AUTOCAST = 8, 16, 1e-3, 2e-4
-"""Larger updates are not compared: FSDP rounds also the norms' weights to bfloat16, autocast leaves them."""
-
-
-@pytest.mark.slow
-def test_bf16_trains_as_plain_autocast_does(tiny_model: Path, tmp_path: Path) -> None:
-    """Steps of some 1,400 tokens, of which bfloat16 knows every eighth number.
-
-    The tokens are drawn at random: of a token that is in many rows, FSDP sums up an embedding's gradient in bfloat16.
-    """
-    chance, tokenizer = random.Random(0), AutoTokenizer.from_pretrained(tiny_model)
-    rows = [chance.choices(range(3, 509), k=chance.randint(40, 130)) for _ in range(LOW_STEPS * LOW_BATCH)]
-    data = tmp_path / "text.jsonl"
-    data.write_text("".join(json.dumps({"text": tokenizer.decode(row)}) + "\n" for row in rows))
-    sgd = ["--optim", "sgd", "--max_grad_norm", "1000", "--learning_rate", str(LOW_RATE)]
-    yamls = {name: str(FOLDER / f"{name}.yaml") for name in ("fsdp1_full_shard", "fsdp2")}
-    more = {name: ["--config_file", yaml] for name, yaml in yamls.items()}
-    args = [*job_words(tiny_model, data, tmp_path / "first", LOW_STEPS, LOW_BATCH // RANKS), *sgd]
-    flags = ["--num_processes", str(RANKS)]
-    finished = accelerate_launch(FOLDER / "ddp.yaml", PROBE, *args, launcher=flags, **probed(tmp_path, more))
-    assert finished.code == 0, finished.output
-    expected = train(tiny_model, data, steps=LOW_STEPS, global_batch=LOW_BATCH, sgd=True, sgd_rate=LOW_RATE, bf16=True)
-    for name in ("first", *yamls):
-        seen = noted(tmp_path, name)
-        assert seen["losses"] == pytest.approx(expected.losses, rel=AUTOCAST), name
-        assert seen["norms"] == pytest.approx(expected.norms, rel=AUTOCAST), name
-
-
 def torchrun(*words: str | Path) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *map(str, words)]
 
 
+def on_two_nodes(words: dict[int, Sequence[str | Path]], **environment: str) -> list[Finished]:
+    """Two agents of one rank that meet by c10d, as on two machines, of which number 1 is the host."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    agents = [
+        torchrun(
+            *("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--local-addr", "127.0.0.1"),
+            *("--rdzv-endpoint", endpoint, "--rdzv-conf", f"is_host={host}", *own),
+        )
+        for host, own in words.items()
+    ]
+    return together(agents, **environment)
+
+
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize("engine", ["fsdp2", "zero2"])
-def test_torchrun_on_two_nodes_reads_the_yaml(
-    engine: str, tiny_model: Path, text_data: Path, reference: Reference, lora_reference: Reference, tmp_path: Path
-) -> None:
-    """Two agents that meet by c10d, as on two machines; number and addresses of the YAML's machines don't count."""
+def test_torchrun_on_two_nodes_reads_the_yaml(engine: str, tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
+    """Number and addresses of the YAML's machines don't count."""
     config = tmp_path / "two.yaml"
     shipped = "fsdp2_two_nodes" if engine == "fsdp2" else engine
     config.write_text(
         (FOLDER / f"{shipped}.yaml").read_text().replace("mixed_precision: bf16", "mixed_precision: 'no'")
     )
-    args = [*sft_args(tiny_model, text_data, tmp_path / "full"), "--accelerate_config", str(config)]
-    port = free_port()
-    nodes = [
-        torchrun(
-            *("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--local-addr", "127.0.0.1"),
-            *("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", f"is_host={host}", PROBE, *args),
-        )
-        for host in (1, 0)
-    ]
-    first, second = together(nodes, **probed(tmp_path, {"lora": LORA}))
+    args = [*sft_args(tiny_model, text_data, tmp_path), "--accelerate_config", str(config)]
+    words, variables = probed({"full": args, "lora": [*args, *LORA]}, tmp_path)
+    first, second = on_two_nodes({host: [PROBE, *words] for host in (1, 0)}, **variables)
     assert (first.code, second.code) == (0, 0), first.output + second.output
     assert ("sharding: FSDP2" if engine == "fsdp2" else "DEEPSPEED: no FSDP") in first.output + second.output
-    assert_like(tmp_path, "full", tiny_model, reference)
-    assert_like(tmp_path, "lora", tiny_model, lora_reference)
+    assert_like(Jobs(tmp_path, {}), "full", tiny_model, plain(tiny_model, text_data))
+    assert_like(Jobs(tmp_path, {}), "lora", tiny_model, plain(tiny_model, text_data, lora=True))
 
 
 def test_two_machines_without_a_shared_disk_are_refused(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
     """Each would keep its own ranks' shards, and every checkpoint would look complete on the first of them."""
-    port = free_port()
-    nodes = [
-        torchrun(
-            *("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--local-addr", "127.0.0.1"),
-            *("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", f"is_host={host}", SCARCE),
-            *sft_args(tiny_model, text_data, tmp_path / f"disk-{host}"),
-            *("--accelerate_config", FOLDER / "fsdp2_two_nodes.yaml"),
-        )
-        for host in (1, 0)
-    ]
-    first, second = together(nodes, SCARCE="patience")
+    config = ("--accelerate_config", FOLDER / "fsdp2_two_nodes.yaml")
+    words = {host: [SCARCE, *sft_args(tiny_model, text_data, tmp_path / f"disk-{host}"), *config] for host in (1, 0)}
+    first, second = on_two_nodes(words, SCARCE="patience")
     assert first.code != 0
     assert second.code != 0
     assert "is not the same folder on all machines" in first.output + second.output
@@ -357,17 +254,18 @@ def test_two_machines_without_a_shared_disk_are_refused(tiny_model: Path, text_d
     assert not list(tmp_path.rglob(".shared-*"))
 
 
-def test_one_yaml_decides(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
-    args = sft_args(tiny_model, text_data, tmp_path / "run")
-    none = run([sys.executable, ROOT / "train" / "sft.py", *args, "--accelerate_config", FOLDER / "fsdp2.yaml"])
-    assert none.code == 1
-    assert "torchrun --standalone --nproc-per-node N train/sft.py --accelerate_config" in none.output
-    started = {"ACCELERATE_MIXED_PRECISION": "no"}  # as its launcher leaves it
-    both = run(
-        [sys.executable, ROOT / "train" / "sft.py", *args, "--accelerate_config", FOLDER / "ddp.yaml"], **started
-    )
+def test_one_yaml_decides(
+    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The variable is what Accelerate's launcher leaves."""
+    args = [*sft_args(tiny_model, text_data, tmp_path / "run"), "--accelerate_config", FOLDER / "ddp.yaml"]
+    both = sft(*args)
     assert both.code == 2
     assert "--accelerate_config under accelerate launch" in both.output
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+    none = sft(*args)
+    assert none.code == 1
+    assert "torchrun --standalone --nproc-per-node N train/sft.py --accelerate_config" in none.output
 
 
 def with_more_tokens(model: Path, folder: Path) -> Path:
@@ -383,42 +281,43 @@ def with_more_tokens(model: Path, folder: Path) -> Path:
 @pytest.mark.flaky(reruns=1, only_rerun="Attempted to make a tensor into a differentiable view")
 # DeepSpeed prints its parameters when it starts. Once, in the second engine of a process, torch couldn't.
 @pytest.mark.parametrize("name", ["fsdp1_full_shard", "fsdp2_checkpointing", "zero3"])
-def test_methods_and_checkpointing(
-    name: str, tiny_model: Path, text_data: Path, reference: Reference, lora_reference: Reference, tmp_path: Path
-) -> None:
+def test_methods_and_checkpointing(name: str, tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
     """Recomputing changes no loss; DoRA starts where LoRA does and goes elsewhere; new tokens have rows; QLoRA."""
     larger = with_more_tokens(tiny_model, tmp_path / "larger")
+    recomputed = ["--gradient_checkpointing", "true"]
     more = {
-        "lora": [*LORA, "--gradient_checkpointing", "true"],
-        "resized": ["--model_name_or_path", str(larger), "--resize_vocab"],
+        **{"full": recomputed, "lora": [*LORA, *recomputed]},
+        "resized": ["--model_name_or_path", str(larger), "--resize_vocab", *recomputed],
     }
     if name != "fsdp1_full_shard":
-        more["dora"] = [*LORA, "--use_dora", "--lora_dropout", "0.1", "--gradient_checkpointing", "true"]
+        more["dora"] = [*LORA, "--use_dora", "--lora_dropout", "0.1", *recomputed]
     else:
-        more["best"] = [*LORA, "--load_best_model_at_end", "true", *EVALUATED]
+        more["best"] = [*LORA, "--load_best_model_at_end", "true", *EVALUATED, *recomputed]
     if name != "zero3":
-        more["qlora"] = [*LORA, "--load_in_4bit", "--bnb_4bit_quant_storage", "float32"]
-    args = [*sft_args(tiny_model, text_data, tmp_path / "full"), "--gradient_checkpointing", "true"]
-    flags = ["--mixed_precision", "no", "--num_processes", str(RANKS)]
-    finished = accelerate_launch(FOLDER / f"{name}.yaml", PROBE, *args, launcher=flags, **probed(tmp_path, more))
-    assert finished.code == 0, finished.output
-    assert_like(tmp_path, "full", tiny_model, reference)
-    assert_like(tmp_path, "lora", tiny_model, lora_reference)
+        more["qlora"] = [*LORA, "--load_in_4bit", "--bnb_4bit_quant_storage", "float32", *recomputed]
+    shared = sft_args(tiny_model, text_data, tmp_path)
+    jobs = {job: [*shared, *words] for job, words in more.items()}
+    jobs["full"] = ["--config_file", str(FOLDER / f"{name}.yaml"), *jobs["full"]]
+    made = launch(jobs, tmp_path, ["--mixed_precision", "no", "--num_processes", str(RANKS)])
+    lora_reference = plain(tiny_model, text_data, lora=True)
+    assert_like(made, "full", tiny_model, plain(tiny_model, text_data))
+    assert_like(made, "lora", tiny_model, lora_reference)
     if "dora" in more:
-        dora = noted(tmp_path, "dora")["losses"]
+        dora = made.noted("dora")["losses"]
         assert dora[0] == pytest.approx(lora_reference.losses[0], abs=TOLERANCE)
         assert dora != pytest.approx(lora_reference.losses, abs=TOLERANCE)
         tensors = load_file(tmp_path / "dora" / "final" / "adapter_model.safetensors")
         assert sum("magnitude" in key for key in tensors) == 14
     if "qlora" in more:
-        quantized = train(tiny_model, text_data, steps=STEPS, global_batch=GLOBAL_BATCH, lora=True, quantized=True)
+        quantized = plain(tiny_model, text_data, lora=True, quantized=True)
         assert quantized.losses != pytest.approx(lora_reference.losses, abs=TOLERANCE)
-        assert noted(tmp_path, "qlora")["losses"] == pytest.approx(quantized.losses, abs=TOLERANCE)
-        held = [printed_by(finished, job, r"each rank holds \S+ M of (\S+) M parameters") for job in ("lora", "qlora")]
-        assert held[0] == held[1] != ""  # packed weights count as what they stand for
-    assert "Did not find param" not in finished.output  # by FSDP1 of each weight that an adapter's checkpoint lacks
-    own = "checkpointing: FSDP's own, as the YAML says" in finished.output
-    layers = "checkpointing: the layers' own, as accelerate 1.15 under FSDP2 repeats dropout" in finished.output
+        assert made.noted("qlora")["losses"] == pytest.approx(quantized.losses, abs=TOLERANCE)
+        held = [re.findall(r"each rank holds \S+ M of (\S+) M", made.printed[job]) for job in ("lora", "qlora")]
+        assert held[0] == held[1] != []  # packed weights count as what they stand for
+    output = "".join(made.printed.values())
+    assert "Did not find param" not in output  # by FSDP1 of each weight that an adapter's checkpoint lacks
+    own = "checkpointing: FSDP's own, as the YAML says" in output
+    layers = "checkpointing: the layers' own, as accelerate 1.15 under FSDP2 repeats dropout" in output
     assert (own, layers) == ((name == "fsdp2_checkpointing",) * 2)
     resized = load_file(tmp_path / "resized" / "final" / "model.safetensors")
     assert [resized[key].shape[0] for key in ("model.embed_tokens.weight", "lm_head.weight")] == [511, 511]
@@ -429,8 +328,7 @@ def test_only_rank_0_holds_the_weights_it_reads(tiny_model: Path, text_data: Pat
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 5, "vocab_size": 509}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8)).to(torch.bfloat16)
     total = sum(parameter.numel() for parameter in model.parameters())
-    model.save_pretrained(tmp_path / "model")
-    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "model")
+    save(model, tmp_path / "model", tiny_model)
     config = tmp_path / "fsdp.yaml"
     config.write_text(made_yaml(model=str(tmp_path / "model"), num_processes="2", mixed_precision="no"))
     args = [*sft_args(tmp_path / "model", text_data, tmp_path / "run"), "--max_steps", "1"]
@@ -462,9 +360,7 @@ def native(ranks: int, model: Path, data: Path, runs: Sequence[Sequence[str]]) -
     return run(torchrun("--standalone", "--nproc-per-node", ranks, PROBE_NATIVE, *shared, *jobs))
 
 
-def test_native_trains_as_one_plain_process_does(
-    tiny_model: Path, text_data: Path, reference: Reference, lora_reference: Reference, tmp_path: Path
-) -> None:
+def test_native_trains_as_one_plain_process_does(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
     runs = []
     for name, flags in NATIVE_RUNS.items():
         batch = "1" if "--gradient_accumulation_steps" in flags else "2"
@@ -473,7 +369,7 @@ def test_native_trains_as_one_plain_process_does(
     finished = native(RANKS, tiny_model, text_data, runs)
     assert finished.code == 0, finished.output
     for name in NATIVE_RUNS:
-        expected = lora_reference if "lora" in name else reference
+        expected = plain(tiny_model, text_data, lora="lora" in name)
         tolerance = 3e-2 if "bf16" in name else TOLERANCE
         measured = json.loads((tmp_path / name / "measured.json").read_text())
         assert measured["losses"] == pytest.approx(expected.losses, abs=tolerance), name

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, Finished, accelerate_launch
+from conftest import ROOT, Finished
+from jobs import STEPS, logged_losses, save
 from reference import SGD_LEARNING_RATE, train
 from safetensors.torch import load_file
-from test_training import STEPS, logged_losses, make_config, sft_args
 from torch.nn import functional
 from transformers import (
     AutoTokenizer,
@@ -22,72 +22,55 @@ from transformers import (
     BartForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
-    Trainer,
 )
 
 from accel_fsdp.training import Diverged, divergence, losses
 from accel_fsdp.training.data import IGNORED
 from accel_fsdp.training.reporting import run_record
 
+Trains = Callable[..., Finished]
 PER_RANK, ACCUMULATED = 2, 2
+SGD = ("--optim", "sgd", "--max_grad_norm", "0")
+ACCUMULATING = (*SGD, "--learning_rate", str(SGD_LEARNING_RATE), "--gradient_accumulation_steps", str(ACCUMULATED))
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+GPT2 = {"vocab_size": 509, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 256, **NO_DROPOUT}
+BART = {
+    **{"vocab_size": 509, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 64},
+    **{"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0},
+    **{"is_decoder": True, "is_encoder_decoder": False, "pad_token_id": 0},
+}
 
 
-def saved(model: torch.nn.Module, folder: Path, tokenizer_of: Path) -> Path:
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tokenizer_of).save_pretrained(folder)
-    return folder
-
-
-def accumulating(model: Path, data: Path, out: Path) -> list[str]:
-    sgd = ("--optim", "sgd", "--max_grad_norm", "0", "--learning_rate", str(SGD_LEARNING_RATE))
-    return sft_args(model, data, out, "--gradient_accumulation_steps", str(ACCUMULATED), *sgd)
-
-
-def test_every_predicted_token_counts_once_whatever_the_class_is_called(
-    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
+@pytest.mark.parametrize("make", ["gpt2", "bart"])
+def test_every_predicted_token_counts_once_whatever_the_class_does(
+    make: str, trains: Trains, tiny_model: Path, text_data: Path, tmp_path: Path
 ) -> None:
-    """Trainer counts the first token of each row too, which nothing predicts, where no class says ForCausalLM."""
+    """Trainer counts the first token of each row too, which nothing predicts, where no class says ForCausalLM.
+
+    Bart's decoder compares each prediction with the token that it was made at, and learns to repeat it.
+    """
     torch.manual_seed(0)
-    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    config = GPT2Config(vocab_size=509, n_embd=32, n_layer=2, n_head=2, n_positions=256, **dropout)
-    model = saved(GPT2LMHeadModel(config), tmp_path / "gpt2", tiny_model)
-    finished = sft(*accumulating(model, text_data, tmp_path / "run"))
-    assert finished.code == 0, finished.output
+    made = GPT2LMHeadModel(GPT2Config(**GPT2)) if make == "gpt2" else BartForCausalLM(BartConfig(**BART))
+    model = save(made, tmp_path / make, tiny_model)
+    finished = trains(*ACCUMULATING, model=model)
     assert "PAD/BOS/EOS" not in finished.output  # the config's are others than the tokenizer's
-    expected = train(model, text_data, steps=STEPS, global_batch=PER_RANK * ACCUMULATED, sgd=True)
-    assert logged_losses(tmp_path / "run") == pytest.approx(expected.losses, abs=1e-5)
-
-
-def test_a_model_whose_own_loss_is_another_gets_the_next_tokens(
-    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
-) -> None:
-    """Bart's decoder compares each prediction with the token that it was made at, and learns to repeat it."""
-    torch.manual_seed(0)
-    dropout = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
-    sizes = {"vocab_size": 509, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 64}
-    config = BartConfig(**sizes, **dropout, is_decoder=True, is_encoder_decoder=False, pad_token_id=0)
-    model = saved(BartForCausalLM(config), tmp_path / "bart", tiny_model)
-    finished = sft(*accumulating(model, text_data, tmp_path / "run"))
-    assert finished.code == 0, finished.output
-    assert "the model's own loss is not the mean over next tokens" in finished.output
+    assert ("the model's own loss is not the mean over next tokens" in finished.output) == (make == "bart")
     expected = train(model, text_data, steps=STEPS, global_batch=PER_RANK * ACCUMULATED, sgd=True)
     assert logged_losses(tmp_path / "run") == pytest.approx(expected.losses, abs=1e-5)
 
 
 def test_a_routers_loss_weighs_the_same_however_many_micro_batches_there_are(
-    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
+    trains: Trains, tiny_model: Path, text_data: Path, tmp_path: Path
 ) -> None:
     """Trainer adds one for each micro-batch of each rank."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 509, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "max_position_embeddings": 256}
     config = MixtralConfig(**sizes, **heads, output_router_logits=True, router_aux_loss_coef=0.5)
-    model = saved(MixtralForCausalLM(config), tmp_path / "mixtral", tiny_model)
-    finished = sft(*accumulating(model, text_data, tmp_path / "run"))
-    assert finished.code == 0, finished.output
+    model = save(MixtralForCausalLM(config), tmp_path / "mixtral", tiny_model)
+    trains(*ACCUMULATING, model=model)
     assert logged_losses(tmp_path / "run") == pytest.approx(losses_with_a_router(model, text_data), abs=1e-5)
 
 
@@ -117,41 +100,13 @@ def losses_with_a_router(folder: Path, data: Path) -> list[float]:
     return losses_seen
 
 
-def test_the_models_own_loss_is_compared_before_it_is_scaled_by_the_ranks(
-    tiny_model: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Trainer multiplies it by their number, in place: that of two ranks is twice the mean, and no other loss."""
-    run = Trainer.__new__(Trainer)
-    run.model = LlamaForCausalLM.from_pretrained(tiny_model)
-    run.args = SimpleNamespace(
-        **{"average_tokens_across_devices": True, "n_gpu": 0, "use_liger_kernel": False, "label_smoothing_factor": 0},
-        **{"device": "cpu", "process_index": 0},
-    )
-    run.accelerator = SimpleNamespace(num_processes=2, gather=lambda tensor: tensor, parallelism_config=None)
-    run.get_tp_size = lambda: 1
-    run.model_accepts_loss_kwargs, run.label_smoother, run.compute_loss_func = True, None, None
-    ids = torch.arange(20)[None]
-    wanted = functional.cross_entropy(run.model(input_ids=ids).logits[0, :-1], ids[0, 1:])
-    for kept in (True, False):
-        batch = {"input_ids": ids, "labels": ids}
-        loss, _ = losses.Losses(run).compute(run.compute_loss, run.model.train(), batch, 19)
-        assert loss.item() == pytest.approx(2 * wanted.item(), rel=1e-5)
-        assert (run.compute_loss_func is None) is kept
-        assert ("the model's own loss is not" in capfd.readouterr().err) is not kept
-        run.model.loss_function = lambda logits, **_: logits.sum() * 0.0 + 50.0
+EXPLODES = (*SGD, "--save_steps", "1", "--save_total_limit", "1")
 
 
-EXPLODES = ("--optim", "sgd", "--max_grad_norm", "0", "--save_steps", "1", "--save_total_limit", "1")
-
-
-def test_a_run_that_diverges_ends_there(
-    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
-) -> None:
+def test_a_run_that_diverges_ends_there(trains: Trains, tmp_path: Path) -> None:
     """Weights of 1e28 after the first step; the second step's loss is NaN and nothing of it is kept."""
     out = tmp_path / "run"
-    finished = sft(*sft_args(tiny_model, text_data, out, *EXPLODES, "--learning_rate", "1e30"))
-    assert finished.code == 1, finished.output
-    output = finished.output
+    output = trains(*EXPLODES, "--learning_rate", "1e30", code=1).output
     assert "error: training diverged: in step 2 the loss is nan, the gradient norm nan" in output
     assert [output.count(f"step {step}/{STEPS}  loss") for step in (1, 2)] == [1, 1]
     assert f"the last finite weights are in {out / 'checkpoint-1'}" in output
@@ -164,47 +119,35 @@ def test_a_run_that_diverges_ends_there(
     assert math.isnan(account["results"]["training loss"]["last"])
 
 
-def test_infinite_weights_are_never_saved(
-    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
-) -> None:
+UNSAVED = {"saved": "", "exported": "--save_strategy=no", "ignored": "--ignore_nan_inf=true"}
+
+
+@pytest.mark.parametrize("name", UNSAVED)
+def test_infinite_weights_are_never_saved(name: str, trains: Trains, tmp_path: Path) -> None:
     """Weights that one step makes infinite: no later loss has shown it when they would be saved, or exported."""
-    for name, steps in (("saved", "6"), ("exported", "1"), ("ignored", "1")):
-        more = (*EXPLODES, "--learning_rate", "1e38", "--weight_decay", "1e6", "--max_steps", steps)
-        more += ("--save_strategy", "no") if name == "exported" else ()
-        more += ("--ignore_nan_inf", "true") if name == "ignored" else ()
-        finished = sft(*sft_args(tiny_model, text_data, tmp_path / name, *more))
-        assert finished.code == 1
-        assert "error: training diverged: after step 1 the weights hold NaN or infinite values" in finished.output
-        assert run_record.read(tmp_path / name)["status"] == "diverged"
-        assert not list((tmp_path / name).glob("checkpoint-*/*.safetensors"))
-        assert not (tmp_path / name / "final").exists()
+    more = ("--max_steps", "1", UNSAVED[name]) if UNSAVED[name] else ("--max_steps", "6")
+    finished = trains(*EXPLODES, "--learning_rate", "1e38", "--weight_decay", "1e6", *more, code=1)
+    assert "error: training diverged: after step 1 the weights hold NaN or infinite values" in finished.output
+    assert run_record.read(tmp_path / "run")["status"] == "diverged"
+    assert not list(tmp_path.glob("run/checkpoint-*/*.safetensors"))
+    assert not (tmp_path / "run" / "final").exists()
 
 
-def test_a_step_that_is_no_number_can_be_left_out(
-    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
-) -> None:
+def test_a_step_that_is_no_number_can_be_left_out(trains: Trains, tmp_path: Path) -> None:
     """Every step after the first is; none of them changes a weight, and nobody reads a zero."""
-    out = tmp_path / "run"
-    more = (*EXPLODES, "--learning_rate", "1e30", "--ignore_nan_inf", "true", "--max_steps", "3")
-    finished = sft(*sft_args(tiny_model, text_data, out, *more))
-    assert finished.code == 0, finished.output
-    output = finished.output
+    output = trains(*EXPLODES, "--learning_rate", "1e30", "--ignore_nan_inf", "true", "--max_steps", "3").output
     assert "in step 3 the loss is nan, the gradient norm nan; its update is left out" in output
     assert "training loss: 6.2" in output
     assert "-> nan" in output
-    weights = load_file(out / "final" / "model.safetensors")
+    weights = load_file(tmp_path / "run" / "final" / "model.safetensors")
     assert all(tensor.isfinite().all() for tensor in weights.values())
-    assert "| nan |" in (out / "final" / "README.md").read_text()
+    assert "| nan |" in (tmp_path / "run" / "final" / "README.md").read_text()
 
 
-def test_a_held_out_loss_that_is_no_number_is_never_the_best(
-    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
-) -> None:
+def test_a_held_out_loss_that_is_no_number_is_never_the_best(trains: Trains, tmp_path: Path) -> None:
     best = ("--early_stopping_patience", "1", "--eval_strategy", "steps", "--eval_steps", "1", "--save_steps", "1")
     more = (*EXPLODES, *best, "--learning_rate", "1e30", "--dataset_test_split", "train")
-    finished = sft(*sft_args(tiny_model, text_data, tmp_path / "run", *more))
-    assert finished.code == 1, finished.output
-    assert "after step 1 the held-out loss is nan" in finished.output
+    assert "after step 1 the held-out loss is nan" in trains(*more, code=1).output
     assert not (tmp_path / "run" / "final").exists()
 
 
@@ -230,12 +173,10 @@ def test_what_a_scaler_leaves_out_is_no_divergence(precision: str, left_out: int
         check.check_step(torch.tensor(1.0))
 
 
-def test_one_ranks_infinite_loss_stops_all(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
+def test_one_ranks_infinite_loss_stops_all(launches: Callable[..., Finished], tmp_path: Path) -> None:
     """Its gradients may be finite; the others know nothing of it and must not wait for a rank that has left."""
-    config = make_config(tmp_path, tiny_model, fsdp_version="2", mixed_precision="bf16")
-    scarce = ROOT / "tests" / "scarce.py"
-    finished = accelerate_launch(config, scarce, *sft_args(tiny_model, text_data, tmp_path / "run"), SCARCE="number")
-    assert finished.code == 1
+    scarce, answers = ROOT / "tests" / "scarce.py", {"fsdp_version": "2", "mixed_precision": "bf16"}
+    finished = launches(script=scarce, answers=answers, fails=True, SCARCE="number")
     assert "error: training diverged: in step 2 the loss is inf, the gradient norm 0." in finished.output
     assert "a collective failed" not in finished.output
     _, _, account = finished.output.partition("Root Cause (first observed failure)")

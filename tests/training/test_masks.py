@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from conftest import CHAT_DATA, ROOT
 from datasets import Dataset
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.errors import UserError
 from accel_fsdp.training.data import DataArguments, tokenizing
 
 TEMPLATES = ROOT / "tests" / "templates"
@@ -70,34 +70,23 @@ def trained(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[str
     return [tokenizer.decode([token for token, _ in run]) for labelled, run in runs if labelled]
 
 
-@pytest.mark.parametrize("template", sorted(END))
-def test_exactly_the_assistants_text_and_its_end_token_are_trained(template: str, tokenizer: Made) -> None:
-    """The last row has another turn after each answer, so that templates which write the last one differently show."""
-    chat_tokenizer = tokenizer(template)
-    rows = [
-        turns("Hi", "Hello!"),
-        turns("Is it sharded?\n", "Yes:\n\n- all of it, naïve 😀 too\n", "assistant\nSure?", "No.", system="Be brief."),
-        turns("Q", "\n\nA new line first", "again", "x"),
-    ]
-    tokens = tokens_of([{"messages": row} for row in rows], chat_tokenizer, assistant_only_loss=True)
-    for row, encoded in zip(rows, tokens, strict=True):
-        spoken = [turn["content"] for turn in row if turn["role"] == "assistant"]
-        end = END[template]
-        shown = trained(encoded, chat_tokenizer)
-        assert [text.removesuffix(end).strip() for text in shown] == [text.strip() for text in spoken]
-        assert all(text.endswith(end) for text in shown)
-        assert encoded["input_ids"] == chat_tokenizer.apply_chat_template(row, tokenize=True, return_dict=False)
-
-
 @given(texts=st.lists(st.text(min_size=1, max_size=30), min_size=1, max_size=3))
+@example(texts=["Hello!"])
+@example(texts=["Yes:\n\n- all of it, naïve 😀 too\n", "assistant\nSure?"])
+@example(texts=["\n\nA new line first", "x"])
 @settings(max_examples=60)
 @pytest.mark.parametrize("template", sorted(END))
-def test_any_text_is_masked_exactly(template: str, texts: list[str], tokenizer: Made) -> None:
-    chat_tokenizer = tokenizer(template)
-    rows = [{"messages": turns(*[part for text in texts for part in ("Why?", text)])}]
-    tokens = tokens_of(rows, chat_tokenizer, assistant_only_loss=True)
-    shown = [text.removesuffix(END[template]).strip() for text in trained(tokens[0], chat_tokenizer)]
-    assert shown == [text.strip() for text in texts]
+def test_exactly_the_assistants_text_and_its_end_token_are_trained(
+    template: str, texts: list[str], tokenizer: Made
+) -> None:
+    """Templates may write the last turn in another way than those before it."""
+    chat_tokenizer, end = tokenizer(template), END[template]
+    row = turns(*[part for text in texts for part in ("Why?", text)], system="Be brief." if len(texts) > 1 else None)
+    (tokens,) = tokens_of([{"messages": row}], chat_tokenizer, assistant_only_loss=True)
+    shown = trained(tokens, chat_tokenizer)
+    assert all(text.endswith(end) for text in shown)
+    assert [text.removesuffix(end).strip() for text in shown] == [text.strip() for text in texts]
+    assert tokens["input_ids"] == chat_tokenizer.apply_chat_template(row, tokenize=True, return_dict=False)
 
 
 def test_thoughts_that_qwen3_keeps_are_trained_and_its_empty_one_is_not(tokenizer: Made) -> None:
@@ -165,19 +154,3 @@ def test_completions_are_trained_without_their_prompts(tokenizer: Made) -> None:
     (instructed,) = tokens_of([{"instruction": "Add", "input": "1 1", "output": "2"}], chat_tokenizer)
     assert trained(instructed, chat_tokenizer) == ["2<|im_end|>"]
     assert "<|im_start|>user\nAdd\n\n1 1<|im_end|>" in chat_tokenizer.decode(instructed["input_ids"])
-
-
-@pytest.mark.parametrize(
-    ("row", "flags"),
-    [
-        ({"text": "a"}, {"assistant_only_loss": True}),
-        ({"text": "a"}, {"completion_only_loss": True}),
-        ({"messages": turns("a", "b")}, {"completion_only_loss": True}),
-        ({"prompt": "a", "completion": "b"}, {"assistant_only_loss": True}),
-    ],
-)
-def test_a_mask_that_the_rows_cannot_have_is_refused(
-    row: dict[str, Any], flags: dict[str, Any], tokenizer: Made
-) -> None:
-    with pytest.raises(UsageError, match="_only_loss, but the rows"):
-        tokens_of([row], tokenizer("smollm2"), **flags)

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import stat
 from collections.abc import Callable
 from importlib import metadata
@@ -14,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, SFT, Finished, accel_fsdp, accelerate_launch
+from conftest import ROOT, Finished, here
 from huggingface_hub import ModelCard
+from jobs import PER_RANK, RANKS, STEPS, TOLERANCE, save
 from reference import train
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_training import PER_RANK, RANKS, STEPS, TOLERANCE, make_config, sft_args
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from accel_fsdp.config import Engine
@@ -31,6 +30,7 @@ from accel_fsdp.training import export
 from accel_fsdp.training.reporting import beginning, model_card, run_plan, run_record
 from accel_fsdp.units import GIB, gib_or_mib
 
+Launches = Trains = Callable[..., Finished]
 SCARCE = ROOT / "tests" / "scarce.py"
 LLAMA = "meta-llama/Llama-3.1-8B"
 SHARDED = Layout(Engine.FSDP2, 1, 8, 8)
@@ -63,37 +63,26 @@ def test_advice_frees_what_the_plan_then_says_less() -> None:
     assert not any("fsdp_reshard_after_forward" in line for line in advice)  # it is on
 
 
-def test_what_a_run_says_of_itself_without_being_told(
-    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
-) -> None:
+def test_what_a_run_says_of_itself_without_being_told(trains: Trains, tmp_path: Path) -> None:
     """A tenth of the lines in a short run, the first and the last step among them; and nothing that tells nothing."""
-    words = sft_args(tiny_model, text_data, tmp_path / "run", "--max_steps", "25", "--save_strategy", "no")
-    at = words.index("--logging_steps")
-    finished = sft(*words[:at], *words[at + 2 :], "--gradient_accumulation_steps", "2", "--use_peft")
-    assert finished.code == 0, finished.output
-    output = finished.output
-    assert [int(step) for step in re.findall(r"step (\d+)/25  loss", output)] == [1, *range(2, 25, 2), 25]
+    more = ("--max_steps", "25", "--save_strategy", "no", "--logging_steps", "0")
+    output = trains(*more, "--gradient_accumulation_steps", "2", "--use_peft").output
     trained = sum(tensor.numel() for tensor in load_file(tmp_path / "run/final/adapter_model.safetensors").values())
     assert f"trained: {trained / 1e6:.2f} M of 0." in output
-    assert (
-        "batch: 4 rows per step (2 per process x 1 process x 2 micro-batches); 12 steps per epoch, 25 in all" in output
-    )
+    batch = "4 rows per step (2 per process x 1 process x 2 micro-batches); 12 steps per epoch, 25 in all"
+    assert f"batch: {batch}" in output
     assert "1 step per epoch, 2 in all" in beginning(1, 1, (48, 1, 1), (1, 0, 2))[1]
     assert "one process, which holds the whole model" in output
     for nothing in ("MFU", "the plan", "as the YAML says", "00:00 left", "PAD/BOS/EOS", "1 rows"):
         assert nothing not in output
 
 
-def test_packed_weights_are_counted_as_what_they_stand_for(
-    sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
-) -> None:
-    words = sft_args(tiny_model, text_data, tmp_path / "run", "--max_steps", "1", "--save_strategy", "no")
-    finished = sft(*words, "--use_peft", "--load_in_4bit")
-    assert finished.code == 0, finished.output
+def test_packed_weights_are_counted_as_what_they_stand_for(trains: Trains, tiny_model: Path, tmp_path: Path) -> None:
+    output = trains("--max_steps", "1", "--save_strategy", "no", "--use_peft", "--load_in_4bit").output
     files = tiny_model / "model.safetensors", tmp_path / "run/final/adapter_model.safetensors"
     base, trained = (sum(tensor.numel() for tensor in load_file(file).values()) for file in files)
     both = f"{trained / 1e6:.2f} M of {(base + trained) / 1e6:.2f} M parameters, {trained / (base + trained):.2%}"
-    assert f"trained: {both}" in finished.output
+    assert f"trained: {both}" in output
 
 
 @pytest.mark.parametrize(
@@ -112,34 +101,29 @@ def test_the_plan_hears_of_attention_and_kernels(implementation: str, attention:
         assert (job.recipe.attention, job.recipe.liger) == (attention, uses)
 
 
-def test_out_of_memory_ends_in_advice(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
+def test_out_of_memory_ends_in_advice(launches: Launches, tiny_model: Path, tmp_path: Path) -> None:
     """From one rank only, with the strategy and the batch of this run, and no traceback."""
-    deeper = Path(shutil.copytree(tiny_model, tmp_path / "deeper"))  # whose activations are what half a batch frees
     settings = AutoConfig.from_pretrained(tiny_model, num_hidden_layers=4)
-    AutoModelForCausalLM.from_config(settings).save_pretrained(deeper)
-    config = make_config(tmp_path, deeper, strategy="2")
-    finished = accelerate_launch(
-        config, SCARCE, *sft_args(deeper, text_data, tmp_path / "run"), SCARCE="gpu", XDG_CACHE_HOME=str(tmp_path)
-    )
-    assert finished.code == 1
-    assert "error: out of memory" in finished.output, finished.output
-    assert re.search(r"the plan says [\d.]+ MiB for 2 x \d+ tokens per rank, FSDP2 SHARD_GRAD_OP", finished.output)
-    errors = re.split(r"\berror: ", finished.output)[1:]
+    deeper = save(AutoModelForCausalLM.from_config(settings), tmp_path / "deeper", tiny_model)
+    # whose activations are what half a batch frees
+    how = {"script": SCARCE, "SCARCE": "gpu", "XDG_CACHE_HOME": str(tmp_path), "answers": {"strategy": "2"}}
+    output = launches(model=deeper, fails=True, **how).output
+    assert "error: out of memory" in output
+    assert re.search(r"the plan says [\d.]+ MiB for 2 x \d+ tokens per rank, FSDP2 SHARD_GRAD_OP", output)
+    errors = re.split(r"\berror: ", output)[1:]
     for error in (error for error in errors if not error.startswith("a collective failed")):  # as another rank says
         assert error.startswith("out of memory")
         for change in ("--per_device_train_batch_size 1 --gradient_accumulation", "fsdp_activation_checkpointing"):
             assert re.search(rf"[\d.]+ [GM]iB less: {change}", error), error
-    assert "[rank1]: Traceback" not in finished.output
+    assert "[rank1]: Traceback" not in output
     assert not (tmp_path / "run" / "final").exists()
     assert run_record.read(tmp_path / "run")["status"] == "running"
 
 
-def test_a_host_too_small_for_the_model_keeps_a_checkpoint(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    config = make_config(tmp_path, tiny_model, fsdp_version="1", state_dict_type="FULL_STATE_DICT")
-    args = sft_args(tiny_model, text_data, out, "--save_strategy", "no", "--max_steps", "2")
-    finished = accelerate_launch(config, SCARCE, *args, SCARCE="host")
-    assert finished.code == 1
+def test_a_host_too_small_for_the_model_keeps_a_checkpoint(launches: Launches, tmp_path: Path) -> None:
+    out, answers = tmp_path / "run", {"fsdp_version": "1", "state_dict_type": "FULL_STATE_DICT"}
+    short = ("--save_strategy", "no", "--max_steps", "2")
+    finished = launches(*short, answers=answers, script=SCARCE, fails=True, SCARCE="host")
     assert "of host memory, 0.0 MiB are free" in finished.output
     assert f"accel-fsdp export {out / 'checkpoint-2'} {out / 'final'}" in finished.output
     assert (out / "checkpoint-2" / "pytorch_model_fsdp_0" / ".metadata").is_file()
@@ -148,44 +132,36 @@ def test_a_host_too_small_for_the_model_keeps_a_checkpoint(tiny_model: Path, tex
 
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize("version", ["2", "1"])
-def test_a_host_too_small_for_the_model_streams_the_export(
-    version: str, tiny_model: Path, text_data: Path, tmp_path: Path
-) -> None:
+def test_a_host_too_small_for_the_model_streams_the_export(version: str, launches: Launches, tmp_path: Path) -> None:
     """Bit-equal to the model that another host gathers, with the same card, and verified."""
-    config = make_config(tmp_path, tiny_model, fsdp_version=version)
-    args = ("--save_strategy", "no", "--max_steps", "2", "--export_dtype", "bfloat16")
-    gathered = accelerate_launch(config, SFT, *sft_args(tiny_model, text_data, tmp_path / "gathered", *args))
-    assert gathered.code == 0, gathered.output
-    args += ("--final_export", "stream")
-    out = tmp_path / "streamed"
-    streamed = accelerate_launch(config, SCARCE, *sft_args(tiny_model, text_data, out, *args), SCARCE="host")
-    assert streamed.code == 0, streamed.output
-    assert f"exported and verified: {out / 'final'}" in streamed.output
-    whole, parts = (load_file(run / "final/model.safetensors") for run in (tmp_path / "gathered", out))
+    args, how = ("--save_strategy", "no", "--max_steps", "2", "--export_dtype", "bfloat16"), {"fsdp_version": version}
+    launches(*args, into="gathered", answers=how)
+    streamed = launches(*args, "--final_export", "stream", into="streamed", answers=how, script=SCARCE, SCARCE="host")
+    final = tmp_path / "streamed" / "final"
+    assert f"exported and verified: {final}" in streamed.output
+    whole, parts = (load_file(folder / "model.safetensors") for folder in (tmp_path / "gathered/final", final))
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
-    assert (out / "final/README.md").read_text().startswith("---")
-    assert accel_fsdp("export", "--check", out / "final").code == 0
-    AutoTokenizer.from_pretrained(out / "final")
+    assert (final / "README.md").read_text().startswith("---")
+    assert here("export", "--check", final).code == 0
+    AutoTokenizer.from_pretrained(final)
 
 
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize("version", ["1", "2"])
-def test_early_stopping_exports_the_best_model(version: str, tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
+def test_early_stopping_exports_the_best_model(
+    version: str, launches: Launches, tiny_model: Path, text_data: Path, tmp_path: Path
+) -> None:
     """The highest loss is taken for the best, so the first step's model is; the second evaluation then stops it.
 
     Trainer alone doesn't note a best model whose shards are only being written, and may hang.
     """
-    config = make_config(tmp_path, tiny_model, fsdp_version=version)
-    low = tmp_path / "low"
-    AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).save_pretrained(low)
-    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(low)
+    low, out = tmp_path / "low", tmp_path / "run"
+    save(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16), low, tiny_model)
     every_step = ("--eval_strategy", "steps", "--eval_steps", "1", "--save_steps", "1", "--dataset_test_split", "train")
     every_step += ("--report_to", "tensorboard") if version == "2" else ()
     stop = ("--early_stopping_patience", "1", "--metric_for_best_model", "loss", "--greater_is_better", "true")
-    out = tmp_path / "run"
-    finished = accelerate_launch(config, ROOT / "train" / "sft.py", *sft_args(low, text_data, out, *every_step, *stop))
-    assert finished.code == 0, finished.output
+    finished = launches(*every_step, *stop, model=low, answers={"fsdp_version": version})
     assert not (out / "checkpoint-3").exists()
     assert f"stopped early: after step 2 of {STEPS}\nthe best model is exported: checkpoint-1, " in finished.output
     best = train(low, text_data, steps=1, global_batch=PER_RANK * RANKS).weights
@@ -194,15 +170,12 @@ def test_early_stopping_exports_the_best_model(version: str, tiny_model: Path, t
     exported = load_file(out / "final" / "model.safetensors")
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}  # the base model's
     settings = json.loads((out / "final" / "config.json").read_text())
-    assert settings["dtype"] == "bfloat16"
-    assert settings["use_cache"] is True
+    assert (settings["dtype"], settings["use_cache"]) == ("bfloat16", True)
     for name, tensor in exported.items():
         torch.testing.assert_close(tensor, best[name].bfloat16(), atol=TOLERANCE, rtol=1e-2)
-    assert (
-        run_record.read(out)["results"]["held-out loss"]["last"]
-        < run_record.read(out)["results"]["held-out loss"]["first"]
-    )
-    assert_accounted_for(out, config, finished, low, text_data, steps=2)
+    held_out = run_record.read(out)["results"]["held-out loss"]
+    assert held_out["last"] < held_out["first"]
+    assert_accounted_for(out, tmp_path / "fsdp.yaml", finished, low, text_data, steps=2)
     if version == "2":
         assert_on_the_board(out, run_record.read(out))
 

@@ -4,13 +4,13 @@ Some have parameters which no gradient reaches, and for which the optimizer ther
 names and shapes in files than in memory.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import PROBE, SFT, Finished, accelerate_launch, made_yaml
+from conftest import SFT, Finished, accelerate_launch, made_yaml
+from jobs import launch, save
 from reference import job_words, losses_of
 from safetensors.torch import load_file
 from transformers import (
@@ -18,7 +18,6 @@ from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     LlamaForCausalLM,
-    PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -39,14 +38,6 @@ SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "nu
 TEXT = {**SMALL, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 512, "pad_token_id": 0}
 
 
-def written(folder: Path, model: PreTrainedModel, tokenizer_of: Path) -> Path:
-    folder.mkdir()
-    for path in (*tokenizer_of.glob("*token*"), tokenizer_of / "chat_template.jinja"):
-        (folder / path.name).write_bytes(path.read_bytes())
-    model.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def with_images(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Gemma 3 that could look at images, with the tokenizer of the tiny model."""
@@ -61,7 +52,7 @@ def with_images(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     )
     torch.manual_seed(0)
     model = Gemma3ForConditionalGeneration(config)
-    return written(tmp_path_factory.mktemp("model") / "tiny-gemma", model, tiny_model)
+    return save(model, tmp_path_factory.mktemp("model") / "tiny-gemma", tiny_model)
 
 
 @pytest.fixture(scope="module")
@@ -70,26 +61,21 @@ def with_experts(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**TEXT, **experts, eos_token_id=2))
-    return written(tmp_path_factory.mktemp("model") / "tiny-experts", model, tiny_model)
+    return save(model, tmp_path_factory.mktemp("model") / "tiny-experts", tiny_model)
 
 
 @pytest.fixture(scope="module")
 def runs(with_images: Path, text_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Under each engine a run without interruption, and one that goes on from its middle; all in one launch."""
     folder, jobs = tmp_path_factory.mktemp("runs"), {}
+    shared = job_words(with_images, text_data, folder, STEPS, 2, save_steps=SAVED)
     for name, flags in ENGINES.items():
         config = folder / f"{name}.yaml"
         fixed = {"model": str(with_images), "num_processes": str(RANKS), "mixed_precision": "no", "layer_class": UNITS}
         config.write_text(made_yaml(**fixed, **flags))
-        middle = str(folder / name / f"checkpoint-{SAVED}")
-        jobs[name] = ["--config_file", str(config)]
-        jobs[f"{name}-resumed"] = ["--config_file", str(config), "--resume_from_checkpoint", middle]
-    first = next(iter(jobs))
-    words = job_words(with_images, text_data, folder / first, STEPS, 2, save_steps=SAVED)
-    more = json.dumps({name: each for name, each in jobs.items() if name != first})
-    finished = accelerate_launch(folder / f"{first}.yaml", PROBE, *words, PROBE_OUT=str(folder), PROBE_MORE=more)
-    assert finished.code == 0, finished.output
-    return folder
+        jobs[name] = ["--config_file", str(config), *shared]
+        jobs[f"{name}-resumed"] = [*shared, "--resume_from_checkpoint", str(folder / name / f"checkpoint-{SAVED}")]
+    return launch(jobs, folder).folder
 
 
 def states(checkpoint: Path) -> dict[str, bytes]:
@@ -116,7 +102,7 @@ def test_an_adapter_on_a_tied_head_trains_under_fsdp2(
     """Accelerate has transformers tie the weights again, by a name that PEFT has moved: a KeyError."""
     config = AutoConfig.from_pretrained(tiny_model, tie_word_embeddings=True)
     torch.manual_seed(0)
-    model = written(tmp_path / "tied", LlamaForCausalLM(config), tiny_model)
+    model = save(LlamaForCausalLM(config), tmp_path / "tied", tiny_model)
     lora = ("--use_peft", "--lora_dropout", "0", "--lora_target_modules", "q_proj", "embed_tokens", "lm_head")
     alone = sft(*job_words(model, text_data, tmp_path / "alone", STEPS, 4, STEPS), *lora)
     assert alone.code == 0, alone.output

@@ -55,6 +55,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., st
         (["--optim", "adafactor"], ""),
         (["--report_to", "tensorbord"], "--report_to tensorbord is no tracker of Trainer. Did you mean tensorboard?"),
         (["--report_to", "none"], ""),
+        *((["--profile_steps", steps], "it has to be FIRST:LAST, from 1 on") for steps in ("5:3", "0:3", "3-5")),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -74,13 +75,20 @@ def test_no_flag_of_trainers_ends_in_a_traceback(name: str, refused: Callable[..
         refused(f"--{name}={value}")
 
 
-def test_dora_is_refused_under_fsdp1_alone(refused: Callable[..., str]) -> None:
-    refusals = {
-        version: refused("--use_peft", "--use_dora", ACCELERATE_USE_FSDP="true", FSDP_VERSION=version)
-        for version in "12"
-    }
-    assert "fsdp_version: 2" in refusals["1"]
-    assert refusals["2"] == ""
+@pytest.mark.parametrize(
+    ("flags", "version", "message"),
+    [
+        (["--use_dora"], "1", "fsdp_version: 2"),
+        (["--use_dora"], "2", ""),
+        (["--lora_modules_to_save", "lm_head"], "2", "--lora_modules_to_save under FSDP2"),
+    ],
+)
+def test_adapters_that_shards_cannot_have(
+    flags: list[str], version: str, message: str, refused: Callable[..., str]
+) -> None:
+    refusal = refused("--use_peft", *flags, ACCELERATE_USE_FSDP="true", FSDP_VERSION=version)
+    assert message in refusal
+    assert bool(refusal) == bool(message)
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "adamw_bnb_8bit", "adamw_8bit"])

@@ -15,10 +15,9 @@ from accel_fsdp.training import SAME_KEY_SECONDS, SIGNALS, Stop, trainer
 
 
 def test_ctrl_c_saves_and_stops_and_the_run_goes_on(
-    tiny_model: Path, text_data: Path, tmp_path: Path, sft: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch
+    trains: Callable[..., Finished], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = ["--model_name_or_path", tiny_model, "--dataset_name", text_data, "--output_dir", tmp_path / "run"]
-    flags += ["--max_steps", "6", "--per_device_train_batch_size", "4", "--disable_tqdm", "true"]
+    flags = ("--max_steps", "6", "--save_steps", "100")
     before = {number: signal.getsignal(number) for number in SIGNALS}
     step = trainer.SftTrainer.training_step
     calls: list[int] = []
@@ -31,26 +30,22 @@ def test_ctrl_c_saves_and_stops_and_the_run_goes_on(
         return step(self, *args)
 
     monkeypatch.setattr(trainer.SftTrainer, "training_step", interrupted)
-    stopped = sft(*flags)
-    assert stopped.code == 75, stopped.output
+    stopped = trains(*flags, code=75)
     assert "Ctrl-C: training saves a checkpoint within two steps and stops; a second signal ends" in stopped.output
     assert "stopped: SIGINT after step 3" in stopped.output
     assert completeness.choose(tmp_path / "run").newest == tmp_path / "run" / "checkpoint-3"
     for number, handler in before.items():  # which a process that has saved ignores while it leaves
         assert signal.signal(number, handler) == signal.SIG_IGN
-    resumed = sft(*flags, "--resume_from_checkpoint", "true")
-    assert resumed.code == 0, resumed.output
+    trains(*flags, "--resume_from_checkpoint", "true")
     assert len(calls) == 6
     assert signal.getsignal(signal.SIGINT) == before[signal.SIGINT]
 
 
 def test_after_a_smaller_batch_a_signal_still_stops_and_the_same_command_resumes(
-    tiny_model: Path, text_data: Path, tmp_path: Path, sft: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch
+    trains: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`--auto_find_batch_size` begins training twice in one process."""
-    flags = ["--model_name_or_path", tiny_model, "--dataset_name", text_data, "--output_dir", tmp_path / "run"]
-    flags += ["--max_steps", "4", "--per_device_train_batch_size", "4", "--disable_tqdm", "true"]
-    flags += ["--auto_find_batch_size", "true"]
+    flags = ("--per_device_train_batch_size", "4", "--auto_find_batch_size", "true")
     before = {number: signal.getsignal(number) for number in SIGNALS}
     step = trainer.SftTrainer.training_step
     sizes: list[int] = []
@@ -65,12 +60,10 @@ def test_after_a_smaller_batch_a_signal_still_stops_and_the_same_command_resumes
         return step(self, model, inputs, *args)
 
     monkeypatch.setattr(trainer.SftTrainer, "training_step", scarce)
-    stopped = sft(*flags)
-    assert stopped.code == 75, stopped.output
+    trains(*flags, code=75)
     for number, handler in before.items():
         assert signal.signal(number, handler) == signal.SIG_IGN
-    resumed = sft(*flags, "--resume_from_checkpoint", "true")
-    assert resumed.code == 0, resumed.output
+    resumed = trains(*flags, "--resume_from_checkpoint", "true")
     assert "--auto_find_batch_size goes on with 3 rows per device" in resumed.output
     assert sizes == [4, 3, 3, 3, 3]
     assert {number: signal.getsignal(number) for number in SIGNALS} == before

@@ -1,111 +1,94 @@
-"""`--checkpoint_uri`: runs whose checkpoints are in an object store, which a real S3 server holds here."""
+"""`--checkpoint_uri`: runs whose checkpoints are in an object store, which a real S3 server holds here.
 
-import os
+In this process; `test_own_scripts.py` has the same of several ranks.
+"""
+
 import re
 import shutil
-import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from conftest import ROOT, SFT, Finished, accel_fsdp, accelerate_launch
+import pytest
+from conftest import Finished, here, run
 from stores import KEYS, S3, s3  # noqa: F401  # a fixture
-from test_training import make_config, sft_args
 
-from accel_fsdp.checkpoints import file_names, marker
+from accel_fsdp.checkpoints import Origin, completeness, file_names, marker
+from accel_fsdp.training import stored
 
-Sft = Callable[..., Finished]
-STEPS = ("--max_steps", "6", "--save_steps", "2", "--lr_scheduler_type", "constant")
+Trains = Callable[..., Finished]
+STEPS = ("--max_steps", "6", "--save_steps", "2")
 
 
 def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in marker.files_in(folder)}
 
 
-def test_a_run_goes_on_from_the_store_alone(
-    s3: S3,  # noqa: F811
-    sft: Sft,
-    tiny_model: Path,
-    text_data: Path,
-    tmp_path: Path,
-) -> None:
-    """The first machine is lost with its disk after four steps; the second one has an empty disk and other ranks."""
-    config, uri = make_config(tmp_path, tiny_model), s3.make("bucket")
-    lost, here, straight = (tmp_path / name for name in ("lost", "here", "straight"))
-    whole = accelerate_launch(config, SFT, *sft_args(tiny_model, text_data, straight, *STEPS))
-    assert whole.code == 0, whole.output
-
-    stop = ("--max_steps", "4", "--checkpoint_uri", uri, "--save_total_limit", "1", "--async_checkpoints")
-    first = accelerate_launch(config, SFT, *sft_args(tiny_model, text_data, lost, *STEPS, *stop))
-    assert first.code == 0, first.output
+def test_a_run_goes_on_from_the_store_alone(s3: S3, trains: Trains, tmp_path: Path) -> None:  # noqa: F811
+    """The first machine is lost with its disk after four steps; the second one has an empty disk."""
+    uri, lost, straight, there = s3.make("bucket"), *(tmp_path / name for name in ("lost", "straight", "here"))
+    trains(*STEPS, into="straight")
+    flags = (*STEPS, "--checkpoint_uri", uri)
+    first = trains(*flags, "--max_steps", "4", "--save_total_limit", "1", into="lost")
     assert re.search(rf"checkpoint-4 is at {uri}: [\d.]+ MB in", first.output)
-    there = {name.removeprefix("runs/first/"): size for name, size in s3.names("bucket").items()}
-    kept = {name: size for name, size in there.items() if name.startswith("checkpoint-")}
-    assert {name.partition("/")[0] for name in kept} == {"checkpoint-4"}
-    assert kept == {f"checkpoint-4/{name}": len(text) for name, text in content(lost / "checkpoint-4").items()}
-    for name, text in content(lost / "checkpoint-4").items():
-        assert s3.read("bucket", f"runs/first/checkpoint-4/{name}") == text
-    assert [path.name for path in file_names.checkpoints(lost)] == ["checkpoint-4"]
     local = content(lost / "checkpoint-4")
+    kept = {name: size for name, size in s3.names("bucket").items() if "/checkpoint-" in name}
+    assert kept == {f"runs/first/checkpoint-4/{name}": len(text) for name, text in local.items()}
+    assert all(s3.read("bucket", f"runs/first/checkpoint-4/{name}") == text for name, text in local.items())
+    assert [path.name for path in file_names.checkpoints(lost)] == ["checkpoint-4"]
 
-    exported = accel_fsdp("export", lost, tmp_path / "local", "--verify", "bytes")
-    assert exported.code == 0, exported.output
-    shutil.rmtree(lost)
-    exported = accel_fsdp("export", uri, tmp_path / "stored", "--verify", "bytes")
-    assert exported.code == 0, exported.output
+    for source, out in ((lost, tmp_path / "local"), (uri, tmp_path / "stored")):
+        exported = here("export", source, out, "--verify", "bytes")
+        assert exported.code == 0, exported.output
+        shutil.rmtree(lost, ignore_errors=True)
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("local", "stored")]
     assert weights[0] == weights[1]
     assert not list(tmp_path.glob(".fetched-*"))
 
-    again = sft_args(tiny_model, text_data, here, *STEPS, "--checkpoint_uri", uri)
-    refused = sft(*again)
-    assert refused.code == 1
-    assert f"error: {uri} already holds a run" in refused.output
+    assert f"error: {uri} already holds a run" in trains(*flags, into="here", code=1).output
     s3.asked.clear()
-    resumed = accelerate_launch(config, SFT, *again, "--resume_from_checkpoint", "auto")
-    assert resumed.code == 0, resumed.output
+    resumed = trains(*flags, "--resume_from_checkpoint", "auto", into="here")
     assert f"fetching checkpoint-4 from {uri}" in resumed.output
-    assert content(here / "checkpoint-4") == local
+    assert content(there / "checkpoint-4") == local
     assert not [path for method, path in s3.asked if method == "PUT" and "checkpoint-4" in path]
-    ends = [(run / "final" / "model.safetensors").read_bytes() for run in (straight, here)]
+    ends = [(run / "final" / "model.safetensors").read_bytes() for run in (straight, there)]
     assert ends[0] == ends[1]
-    assert not list(here.glob(".*arriving"))
+    assert not list(there.glob(".*arriving"))
     assert "runs/first/checkpoint-6/complete.json" in s3.names("bucket")
-    for output in (first.output, resumed.output, *(path.read_text() for path in here.glob("run.json"))):
+    for output in (first.output, resumed.output, (there / "run.json").read_text()):
         assert KEYS["AWS_SECRET_ACCESS_KEY"] not in output
 
 
-def test_a_store_that_fails_delays_no_step(
-    s3: S3,  # noqa: F811
-    tiny_model: Path,
-    text_data: Path,
-    tmp_path: Path,
-) -> None:
-    """It is slow, then busy, then down; a file of the second rank is refused twice after it is up again."""
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tries again soon, here and in Amazon's library."""
+    monkeypatch.setattr(stored, "LONGEST_PAUSE_SECONDS", 0.2)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
+
+
+def test_a_store_that_fails_delays_no_step(s3: S3, trains: Trains, tmp_path: Path) -> None:  # noqa: F811
+    """It is slow, then busy, then down; a file is refused twice after it is up again."""
     uri, refusals = s3.make("bucket"), [*["SlowDown"] * 8, *["InvalidAccessKeyId"] * 2]
     s3.seconds = 0.05
 
     def refuses(method: str, path: str) -> str:
         is_late = len(refusals) <= 2
-        return refusals.pop(0) if refusals and method == "PUT" and ("__1_0" in path or not is_late) else ""
+        return refusals.pop(0) if refusals and method == "PUT" and ("optimizer" in path or not is_late) else ""
 
     def fail() -> None:
         while not any(method == "PUT" for method, _ in s3.asked):
             time.sleep(0.05)
         s3.stop()
-        time.sleep(3)
+        time.sleep(1)
         s3.refuses = refuses
         s3.start()
 
     thread = threading.Thread(target=fail)
     thread.start()
-    args = sft_args(tiny_model, text_data, tmp_path / "run", *STEPS, "--checkpoint_uri", uri)
-    finished = accelerate_launch(make_config(tmp_path, tiny_model), SFT, *args, "--save_total_limit", "1")
+    finished = trains(*STEPS, "--checkpoint_uri", uri, "--save_total_limit", "1")
     thread.join()
-    assert finished.code == 0, finished.output
     assert not refusals
     lines = finished.output.splitlines()
     down = next(line for line in lines if "can't be uploaded" in line)
@@ -115,62 +98,45 @@ def test_a_store_that_fails_delays_no_step(
     assert lines.index(down) < lines.index(last)
     assert "The AWS Access Key Id you provided does not exist in our records." in finished.output
     local = content(tmp_path / "run" / "checkpoint-6")
-    stored = {name for name in s3.names("bucket") if "/checkpoint-" in name}
-    assert stored == {f"runs/first/checkpoint-6/{name}" for name in local}
+    there = {name for name in s3.names("bucket") if "/checkpoint-" in name}
+    assert there == {f"runs/first/checkpoint-6/{name}" for name in local}
     assert all(s3.read("bucket", f"runs/first/checkpoint-6/{name}") == text for name, text in local.items())
     assert [path.name for path in file_names.checkpoints(tmp_path / "run")] == ["checkpoint-6"]
 
 
-def test_a_store_that_never_answers(
-    s3: S3,  # noqa: F811
-    sft: Sft,
-    tiny_model: Path,
-    text_data: Path,
-    tmp_path: Path,
-) -> None:
+def test_a_store_that_never_answers(s3: S3, trains: Trains, tmp_path: Path) -> None:  # noqa: F811
     """Training goes on to its end, and the exit code says that something is missing; the next run brings it."""
     uri, run, reason = "s3://bucket/run", tmp_path / "run", "The specified bucket does not exist"
-    args = sft_args(tiny_model, text_data, run, *STEPS, "--checkpoint_uri", uri, "--upload_timeout", "2")
-    finished = sft(*args)
-    assert finished.code == 1
-    assert f"{uri}: {reason}" in finished.output
-    assert "training goes on, and checkpoints are uploaded once it answers" in finished.output
-    assert f"error: checkpoint-6: {reason}, not uploaded to {uri}" in finished.output, finished.output
-    assert "  fix: the same command with --resume_from_checkpoint true" in finished.output
+    flags = (*STEPS, "--checkpoint_uri", uri, "--upload_timeout", "2")
+    output = trains(*flags, code=1).output
+    assert f"{uri}: {reason}" in output
+    assert "training goes on, and checkpoints are uploaded once it answers" in output
+    assert f"error: checkpoint-6: {reason}, not uploaded to {uri}" in output
+    assert "  fix: the same command with --resume_from_checkpoint true" in output
     assert (run / "final" / "model.safetensors").exists()
     s3.make("bucket")
-    again = sft(*args, "--resume_from_checkpoint", "true")
-    assert again.code == 0, again.output
+    trains(*flags, "--resume_from_checkpoint", "true")
     local = {f"run/checkpoint-6/{name}" for name in content(run / "checkpoint-6")}
     assert {name for name in s3.names("bucket") if "/checkpoint-6/" in name} == local
 
 
-def test_what_the_store_holds_is_not_trusted(
-    s3: S3,  # noqa: F811
-    sft: Sft,
-    tiny_model: Path,
-    text_data: Path,
-    tmp_path: Path,
-) -> None:
+def test_what_the_store_holds_is_not_trusted(s3: S3, trains: Trains, tmp_path: Path) -> None:  # noqa: F811
     """A bit of the newest one has flipped: the one before it is taken. A new run begins while the store is down."""
-    uri, first = s3.make("bucket"), tmp_path / "first"
-    args = (*STEPS[2:], "--save_total_limit", "2", "--checkpoint_uri", uri, "--resume_from_checkpoint")
+    uri = s3.make("bucket")
+    flags = ("--save_steps", "2", "--save_total_limit", "2", "--checkpoint_uri", uri, "--resume_from_checkpoint")
     for steps in ("2", "4"):
-        whole = sft(*sft_args(tiny_model, text_data, first, *args, "auto", "--max_steps", steps))
-        assert whole.code == 0, whole.output
+        trains(*flags, "auto", "--max_steps", steps, into="first")
     part = "runs/first/checkpoint-4/model.safetensors"
     changed = bytearray(s3.read("bucket", part))
     changed[-1] ^= 1
     s3.write("bucket", part, bytes(changed))
-    resumed = sft(*sft_args(tiny_model, text_data, tmp_path / "again", *args, "auto", "--max_steps", "6"))
-    assert resumed.code == 0, resumed.output
-    assert f"skipped: {uri}/checkpoint-4: model.safetensors has changed since it was written" in resumed.output
-    assert "step 3/6" in resumed.output
-    assert "step 2/6" not in resumed.output
+    output = trains(*flags, "auto", "--max_steps", "6", into="again").output
+    assert f"skipped: {uri}/checkpoint-4: model.safetensors has changed since it was written" in output
+    assert "step 3/6" in output
+    assert "step 2/6" not in output
     kept = s3.names("bucket")
 
     s3.stop()
-    new = sft_args(tiny_model, text_data, tmp_path / "new", *args, "false", "--max_steps", "2", "--upload_timeout", "5")
 
     def come_back() -> None:
         while not (tmp_path / "new" / "checkpoint-2").exists():
@@ -179,9 +145,8 @@ def test_what_the_store_holds_is_not_trusted(
 
     thread = threading.Thread(target=come_back, daemon=True)
     thread.start()
-    refused = sft(*new)
+    refused = trains(*flags, "false", "--max_steps", "2", "--upload_timeout", "5", into="new", code=1)
     thread.join()
-    assert refused.code == 1
     assert f"error: checkpoint-2: it holds checkpoint-6 of another run, not uploaded to {uri}" in refused.output
     assert s3.names("bucket") == kept
     assert (tmp_path / "new" / "final" / "model.safetensors").exists()
@@ -210,29 +175,14 @@ except UserError as error:
 """
 
 
-def test_a_disk_too_small_for_the_stored_one_is_an_error_of_all_ranks(
-    sft: Sft, tiny_model: Path, text_data: Path, tmp_path: Path
-) -> None:
+def test_a_disk_too_small_for_the_stored_one_is_an_error_of_all_ranks(tmp_path: Path) -> None:
     """The first rank alone looks at the disk; the other must not wait for it."""
-    uri = f"file://{tmp_path}/store/run"
-    first = sft(*sft_args(tiny_model, text_data, tmp_path / "first", *STEPS, "--checkpoint_uri", uri))
-    assert first.code == 0, first.output
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
-    command = [sys.executable, "-c", FETCHING, uri, str(tmp_path / "run")]
-    ranks = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **where, "RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in "01"
-    ]
-    try:
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert all(output.endswith("the disk is too small\n") for output in outputs), outputs
+    folder, script = tmp_path / "store" / "run" / "checkpoint-2", tmp_path / "fetching.py"
+    completeness.begin(folder)
+    (folder / "trainer_state.json").write_text("{}")
+    completeness.seal(folder, Origin("FSDP"))
+    script.write_text(FETCHING)
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    finished = run([*words, script, f"file://{folder.parent}", tmp_path / "run"])
+    assert finished.code == 0, finished.output
+    assert finished.output.count("the disk is too small\n") == 2

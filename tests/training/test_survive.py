@@ -1,6 +1,5 @@
 """Runs that are killed, signalled or run out of disk: what they leave behind, and that a resume goes on exactly."""
 
-import json
 import os
 import re
 import shlex
@@ -13,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import ROOT, SFT, Finished, accelerate_launch, made_yaml, run, warm_python
+from conftest import ROOT, SFT, Finished, accelerate_launch, made_yaml, run, warm_python, write_texts
 from reference import job_words, losses_of, train
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -34,21 +33,15 @@ def config_of(folder: Path, model: Path, version: str, **flags: str) -> Path:
 
 
 def words(model: Path, data: Path, output: Path, ranks: int, *more: str) -> list[str]:
-    return [*job_words(model, data, output, STEPS, GLOBAL_BATCH // ranks, save_steps=SAVED), *more]
-
-
-def losses(run: Path) -> list[float]:
-    return losses_of(run, STEPS)
+    """Steps of GLOBAL_BATCH rows in two micro-batches."""
+    shared = job_words(model, data, output, STEPS, GLOBAL_BATCH // ranks // 2, save_steps=SAVED)
+    return [*shared, "--gradient_accumulation_steps", "2", *more]
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """100 rows: eight steps and a third of a batch, so that step 4 is inside the epoch."""
-    chats = (ROOT / "train" / "data" / "fsdp_chat" / "train.jsonl").read_text().splitlines()[:100]
-    texts = [json.loads(line)["messages"][0]["content"][: 40 + 5 * (i % 11)] for i, line in enumerate(chats)]
-    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
+    """55 rows: the fifth step ends an epoch with seven, so that step 4 is inside of it."""
+    return write_texts(tmp_path_factory.mktemp("rows") / "rows.jsonl", 55)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +55,7 @@ def expected_lora(tiny_model: Path, rows: Path, tmp_path_factory: pytest.TempPat
     flags = words(tiny_model, rows, folder / "run", 2, *LORA)
     finished = accelerate_launch(config_of(folder, tiny_model, "2"), SFT, *flags)
     assert finished.code == 0, finished.output
-    return losses(folder / "run")
+    return losses_of(folder / "run", STEPS)
 
 
 def stored_moments(checkpoint: Path, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
@@ -84,7 +77,7 @@ def assert_resumes(
     launcher = ["--num_processes", str(ranks)]
     finished = accelerate_launch(config, MOMENTS, *flags, launcher=launcher, PROBE_OUT=str(folder))
     assert finished.code == 0, finished.output
-    assert losses(run) == pytest.approx(expected, abs=TOLERANCE)
+    assert losses_of(run, STEPS) == pytest.approx(expected, abs=TOLERANCE)
     loaded = torch.load(folder / "moments.pt", weights_only=True)
     stored = stored_moments(newest, folder)
     assert loaded.keys() == stored.keys()

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PROBE, ROOT, SFT, accel_fsdp, accelerate_launch
-from on_ranks import on_ranks
+from conftest import ROOT, SFT, accelerate_launch
+from jobs import Jobs, launch, save
 from packaging.version import Version
 from peft import PeftModel
 from reference import job_words, train
 from safetensors.torch import load_file
 from torch.distributed.tensor import _redistribute
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch import launcher
@@ -26,17 +26,9 @@ from accel_fsdp.training import mesh
 
 STEPS, BATCH = 3, 8
 SMALL = {
-    "vocab_size": 512,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "eos_token_id": 2,
-    "bos_token_id": 1,
+    **{"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8},
+    **{"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 256},
+    **{"pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 1},
 }
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 KINDS = {
@@ -49,7 +41,6 @@ MESHES = {
     "fsdp4": {},
     "fsdp2 x tp2": {"dp_shard": 2, "tp": 2},
     "replicas2 x tp2": {"dp_replicate": 2, "tp": 2},
-    "tp2": {"tp": 2},
     "tp4": {"tp": 4},
 }
 JOBS = {
@@ -58,17 +49,13 @@ JOBS = {
     "phi3 on replicas2 x tp2": ("phi3", "replicas2 x tp2", 1),
     "qwen3_moe, lora on fsdp4, ep2": ("qwen3_moe, lora", "fsdp4", 2),
 }
-if PACKED := Version(torch.__version__) >= Version(parallel_plans.PACKED_SINCE):
-    JOBS["qwen3_moe on fsdp2 x tp2, ep4"] = ("qwen3_moe", "fsdp2 x tp2", 4)
-
-
+PACKED = Version(torch.__version__) >= Version(parallel_plans.PACKED_SINCE)
 PLAIN_SGD = ["--optim", "sgd", "--learning_rate", "1.0", "--max_grad_norm", "0"]
 PLAIN_SGD += ["--export_dtype", "float32", "--max_steps", str(STEPS)]
 """Neither Adam nor clipping: they would hide a wrong scale of the gradients."""
 LORA = ["--use_peft", "--lora_dropout", "0.0", "--lora_target_modules"]
 LEGS = ("fsdp4", "fsdp2 x tp2, ep4" if PACKED else "fsdp4, ep4", "fsdp4, ep2", "fsdp4")
-"""The meshes of a run, a step on each; on the first and last Accelerate shards, on the others transformers."""
-OFFLOADED = {"fsdp_offload_params": True}
+"""The meshes of a run of qwen3_moe, a step on each; on the first and last Accelerate shards, else transformers."""
 
 
 def ranks_of(layout: str) -> int:
@@ -84,8 +71,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
         for weight in model.parameters():
             if weight.dim() == 1:  # norms of nothing but ones and zeros would hide much
                 weight.data.add_(torch.randn_like(weight) * 0.1)
-        model.save_pretrained(folder / kind)
-        AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder / kind)
+        save(model, folder / kind, tiny_model)
     return folder
 
 
@@ -107,12 +93,13 @@ def yamls(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def words(models: Path, yamls: Path, kind: str, layout: str, experts: int, *more: str) -> list[str]:
+def words(files: tuple[Path, Path, Path], kind: str, layout: str, experts: int, *more: str) -> list[str]:
     """The arguments of a job with BATCH rows in a step, in micro-batches of one row."""
+    models, yamls, data = files
     accumulated = BATCH * MESHES[layout].get("tp", 1) // ranks_of(layout)
     name, _, adapted = kind.partition(", ")
     return [
-        *["--config_file", str(yamls / f"{layout}.yaml"), "--model_name_or_path", str(models / name)],
+        *["--config_file", str(yamls / f"{layout}.yaml"), *job_words(models / name, data, models, STEPS, 1)],
         *([*LORA, *targets(name)] if adapted else []),
         *["--gradient_accumulation_steps", str(accumulated), "--expert_parallel_size", str(experts)],
         *more,
@@ -125,35 +112,21 @@ def targets(kind: str) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, models: Path, yamls: Path, text_data: Path) -> Path:
-    """The folder of all jobs' runs: those of JOBS, then those over LEGS and the same unbroken."""
-    runs = tmp_path_factory.mktemp("runs")
-    more = {name: words(models, yamls, *job, *PLAIN_SGD) for name, job in JOBS.items()}
+def trained(tmp_path_factory: pytest.TempPathFactory, models: Path, yamls: Path, text_data: Path) -> Jobs:
+    """JOBS, then a run over LEGS."""
+    runs, files = tmp_path_factory.mktemp("runs"), (models, yamls, text_data)
+    jobs = {name: words(files, *job, *PLAIN_SGD) for name, job in JOBS.items()}
     saved = ["--save_strategy", "steps", "--save_steps", "1", "--eval_strategy", "steps", "--eval_steps", "1"]
-    saved += ["--dataset_test_split", "train"]
+    saved += ["--dataset_test_split", "train", "--export_dtype", "float32", "--resume_with_changes", "true"]
     for number, leg in enumerate(LEGS):
         layout, _, experts = leg.partition(", ep")
-        last = str(runs / f"leg {number - 1}" / f"checkpoint-{number}")
-        resumed = ["--resume_from_checkpoint", last] * (number > 0)
-        steps = ["--max_steps", str(number + 1), "--export_dtype", "float32"]
-        steps += ["--final_export", "stream"] * (number == 1)  # from the checkpoint of a mesh, the others gather
-        job = words(models, yamls, "qwen3_moe", layout, int(experts or 1), *saved, *steps, *resumed)
-        more[f"leg {number}"] = [*job, "--resume_with_changes", "true"]
-    unbroken = ["--max_steps", str(len(LEGS)), "--export_dtype", "float32", *saved]
-    jobs = {"unbroken": words(models, yamls, "qwen3_moe", "fsdp4", 1, *unbroken), **more}
-    ordered = dict(sorted(jobs.items(), key=lambda job: (", lora" in job[0], job[0] in JOBS)))
-    (runs / "output.txt").write_text(launch(ordered, runs, text_data))
-    return runs
-
-
-def launch(jobs: dict[str, list[str]], runs: Path, data: Path) -> str:
-    """Trains one job after another in the same ranks, and returns what they print; the first one's flags stay."""
-    (first, job), *rest = jobs.items()
-    common = job_words(Path("in the job"), data, runs / first, STEPS, 1)
-    more = {"PROBE_OUT": str(runs), "PROBE_MORE": json.dumps(dict(rest))}
-    launched = accelerate_launch(Path(job[1]), PROBE, *common, *job[2:], **more)
-    assert launched.code == 0, launched.output
-    return launched.output
+        more = [*saved, "--max_steps", str(number + 1)]
+        if number:
+            more += ["--resume_from_checkpoint", str(runs / f"leg {number - 1}" / f"checkpoint-{number}")]
+        if number == 1:  # from the checkpoint of a mesh, the others gather
+            more += ["--final_export", "stream"]
+        jobs[f"leg {number}"] = words(files, "qwen3_moe", layout, int(experts or 1), *more)
+    return launch(jobs, runs)
 
 
 def weights(run: Path, base: Path | None = None) -> dict[str, torch.Tensor]:
@@ -165,25 +138,25 @@ def weights(run: Path, base: Path | None = None) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_each_mesh_trains_as_one_process(name: str, trained: Path, models: Path, text_data: Path) -> None:
+def test_each_mesh_trains_as_one_process(name: str, trained: Jobs, models: Path, text_data: Path) -> None:
     """All losses, the norm of all gradients in each step, and each weight after three steps of uneven micro-batches."""
     kind, _, adapted = JOBS[name][0].partition(", ")
     how = {"lora": True, "targets": targets(kind)} if adapted else {}
     plain = train(models / kind, text_data, steps=STEPS, global_batch=BATCH, sgd=True, sgd_rate=1.0, **how)
-    noted = json.loads((trained / f"{name}-rank0.json").read_text())
+    noted = trained.noted(name)
     assert noted["losses"] == pytest.approx(plain.losses, rel=1e-6)
     assert noted["norms"] == pytest.approx(plain.norms, rel=1e-5)
     base = models / kind if adapted else None
-    for tensor, value in weights(trained / name, base).items():
+    for tensor, value in weights(trained.folder / name, base).items():
         torch.testing.assert_close(value, plain.weights[tensor], rtol=0, atol=1e-5, msg=tensor)
 
 
-def test_each_rank_holds_its_part(trained: Path) -> None:
-    held = {name: json.loads((trained / f"{name}-rank0.json").read_text())["held"] for name in JOBS}
-    total = sum(value.numel() for value in load_file(trained / "qwen3 on fsdp2 x tp2/final/model.safetensors").values())
-    assert total / 4 <= held["qwen3 on fsdp2 x tp2"] < total / 4 + 200
-    output = (trained / "output.txt").read_text()
-    assert f"sharding: transformers, fsdp {'2 x tp 2' if PACKED else 4} x ep 4: each rank holds" in output
+def test_each_rank_holds_its_part(trained: Jobs) -> None:
+    name = "qwen3 on fsdp2 x tp2"
+    total = sum(tensor.numel() for tensor in load_file(trained.folder / name / "final/model.safetensors").values())
+    assert total / 4 <= trained.noted(name)["held"] < total / 4 + 200
+    told = f"sharding: transformers, fsdp {'2 x tp 2' if PACKED else 4} x ep 4: each rank holds"
+    assert told in trained.printed["leg 1"]
 
 
 def test_packed_matrices_need_a_torch_that_saves_them(yamls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,35 +174,31 @@ def test_only_an_accelerator_offloads(
 ) -> None:
     """On the CPU FSDP stops in the first step: "Cannot access accelerator device when none is available"."""
     keys = json.loads((yamls / "fsdp4.yaml").read_text())
-    (tmp_path / "a.yaml").write_text(json.dumps(keys | {"fsdp_config": {**keys["fsdp_config"], **OFFLOADED}}))
+    keys["fsdp_config"]["fsdp_offload_params"] = True
+    (tmp_path / "a.yaml").write_text(json.dumps(keys))
     become_rank(tmp_path / "a.yaml", monkeypatch)
     mesh.choose(2)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: there)
     assert mesh.loading()["distributed_config"].fsdp_cpu_offload == there
 
 
-def test_a_run_goes_on_over_other_meshes(trained: Path) -> None:
+def test_a_run_goes_on_over_other_meshes(trained: Jobs, models: Path, text_data: Path) -> None:
     """From Accelerate's FSDP2 to tensor and expert parallelism and back, each step resumed from the last."""
-    steps = len(LEGS)
-    of_leg = trained / f"leg {steps - 1}" / f"checkpoint-{steps}" / "trainer_state.json"
-    of_unbroken = trained / "unbroken" / f"checkpoint-{steps}" / "trainer_state.json"
-    log, last = (json.loads(file.read_text())["log_history"] for file in (of_unbroken, of_leg))
-    for key in ("loss", "eval_loss", "grad_norm", "mean_token_accuracy"):
-        noted = [[row[key] for row in rows if key in row] for rows in (log, last)]
-        assert noted[1] == pytest.approx(noted[0], rel=1e-6), key
-    unbroken = weights(trained / "unbroken")
-    for tensor, value in weights(trained / f"leg {steps - 1}").items():
-        torch.testing.assert_close(value, unbroken[tensor], rtol=0, atol=2e-6, msg=tensor)
+    plain = train(models / "qwen3_moe", text_data, steps=len(LEGS), global_batch=BATCH)
+    noted = trained.noted(f"leg {len(LEGS) - 1}")
+    assert noted["losses"] == pytest.approx(plain.losses, rel=1e-5)
+    assert noted["norms"] == pytest.approx(plain.norms, rel=1e-4)
+    assert noted["held_out"][-1] == pytest.approx(plain.held_out, rel=1e-5)
+    assert noted["accuracies"][-1] == pytest.approx(plain.held_out_accuracy, abs=1e-9)
+    for number in range(len(LEGS)):  # the second was exported from its checkpoint, where files split the experts
+        plain = train(models / "qwen3_moe", text_data, steps=number + 1, global_batch=BATCH)
+        for tensor, value in weights(trained.folder / f"leg {number}").items():
+            torch.testing.assert_close(value, plain.weights[tensor], rtol=0, atol=5e-4, msg=tensor)
 
 
+SIX_HEADS = {"num_attention_heads": 6, "hidden_size": 36}
 REFUSED = {
-    "tp 4 doesn't divide the model's 6 attention heads": (
-        "tp4",
-        1,
-        {"num_attention_heads": 6, "hidden_size": 36},
-        "full",
-    ),
-    "ep 2: transformers has no plan to divide the experts": ("fsdp4", 2, {}, "full"),
+    "tp 4 doesn't divide the model's 6 attention heads": ("tp4", 1, SIX_HEADS, "full"),
     "--expert_parallel_size 3 on a mesh of fsdp 4": ("fsdp4", 3, {}, "full"),
     "an adapter with tp 4": ("tp4", 1, {}, "lora"),
     "packed weights, of 4-bit or 8-bit values, with ep 2": ("fsdp4", 2, {}, "qlora"),
@@ -238,6 +207,7 @@ REFUSED = {
         "full",
     ),
 }
+"""More of them are in `test_divided_models.py`."""
 
 
 def become_rank(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,21 +237,17 @@ def test_what_doesn_t_go_is_refused_before_weights_are_read(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tp2", "fsdp2 x tp2"])
 def test_parts_of_gradients_that_no_plan_sums_stop_the_first_step(
-    layout: str, yamls: Path, tiny_model: Path, text_data: Path, tmp_path: Path
+    yamls: Path, tiny_model: Path, text_data: Path, tmp_path: Path
 ) -> None:
     """As of the scalars in Apertus' activation, which each rank applies to its own neurons."""
     torch.manual_seed(0)
     config = AutoConfig.for_model("apertus", **SMALL, hidden_act="xielu")
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "apertus")
-    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "apertus")
-    job = job_words(tmp_path / "apertus", text_data, tmp_path / "run", 2, 1)
-    ended = accelerate_launch(yamls / f"{layout}.yaml", ROOT / "tests/unsummed.py", *job)
+    model = save(AutoModelForCausalLM.from_config(config, dtype=torch.float32), tmp_path / "apertus", tiny_model)
+    job = job_words(model, text_data, tmp_path / "run", 2, 1)
+    ended = accelerate_launch(yamls / "fsdp2 x tp2.yaml", ROOT / "tests/unsummed.py", *job)
     assert ended.code == 1
     assert re.search(r"the ranks of tp have other gradients of model.layers.\d.mlp.act_fn.alpha", ended.output)
-    refused = accelerate_launch(yamls / f"{layout}.yaml", SFT, *job)
-    assert "transformers has no plan to divide the layers of this model" in refused.output
 
 
 def test_torch_does_not_warn_about_what_plans_determine(yamls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,25 +256,3 @@ def test_torch_does_not_warn_about_what_plans_determine(yamls: Path, monkeypatch
     become_rank(yamls / "fsdp2 x tp2.yaml", monkeypatch)
     mesh.choose(1)
     assert not logger.isEnabledFor(logging.WARNING)
-
-
-def save_shards(model: Path, folder: Path) -> None:
-    """As a script of plain transformers does on each of four ranks, which hold other experts, in strided shards."""
-    from transformers.distributed import DistributedConfig
-
-    how = DistributedConfig(fsdp_size=2, tp_size=2, ep_size=4)
-    sharded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, distributed_config=how)
-    sharded.save_pretrained(folder, distributed_checkpoint=True)
-
-
-@pytest.mark.slow
-def test_the_ranks_own_files_become_a_model(models: Path, tmp_path: Path) -> None:
-    """What transformers writes of a sharded model: names of the model in memory, where files split its experts."""
-    on_ranks(4, tmp_path, save_shards, models / "qwen3_moe", tmp_path / "shards")
-    AutoTokenizer.from_pretrained(models / "qwen3_moe").save_pretrained(tmp_path / "shards")
-    done = accel_fsdp("export", tmp_path / "shards", tmp_path / "out")
-    assert done.code == 0, done.output
-    exported = load_file(tmp_path / "out" / "model.safetensors")
-    original = load_file(models / "qwen3_moe" / "model.safetensors")
-    assert exported.keys() == original.keys()
-    assert all(torch.equal(exported[name], original[name]) for name in original)

@@ -17,15 +17,9 @@ from accel_fsdp.job import from_arguments
 from accel_fsdp.training import arguments, flag_values
 from accel_fsdp.training.data import DataArguments
 
-Sft = Callable[..., Finished]
+Trains = Callable[..., Finished]
 ADAPTER = ("--use_peft", "--lora_r", "4", "--lora_alpha", "8", "--lora_dropout", "0", "--use_rslora", "true")
 SAVED = ("--lora_modules_to_save", "lm_head", "embed_tokens")
-
-
-def words(model: Path, data: Path, output: Path, *more: str) -> list[str]:
-    flags = ["--model_name_or_path", str(model), "--dataset_name", str(data), "--output_dir", str(output)]
-    flags += ["--max_steps", "4", "--per_device_train_batch_size", "4", "--learning_rate", "0.01", "--save_steps", "2"]
-    return [*flags, "--disable_tqdm", "true", "--lr_scheduler_type", "constant", *more]
 
 
 def known_flags() -> set[str]:
@@ -34,9 +28,8 @@ def known_flags() -> set[str]:
 
 
 @pytest.mark.parametrize("flag", sorted(flag_values.TRL))
-def test_a_hint_names_what_there_is(flag: str, sft: Sft, tmp_path: Path) -> None:
-    refused = sft(*words(tmp_path, tmp_path, tmp_path / "run", f"--{flag}", "x"))
-    assert refused.code == 2
+def test_a_hint_names_what_there_is(flag: str, trains: Trains) -> None:
+    refused = trains(f"--{flag}", "x", code=2)
     assert f"unknown argument --{flag}." in refused.output
     assert "Did you mean" not in refused.output
     known = known_flags()
@@ -45,7 +38,7 @@ def test_a_hint_names_what_there_is(flag: str, sft: Sft, tmp_path: Path) -> None
     assert named <= known
 
 
-def assert_adapter_is_whole(final: Path, model: Path, run: Path) -> None:
+def assert_adapter_is_whole(final: Path, model: Path) -> None:
     """As PEFT reads it: scale, modules trained in full, and all of it moved by training."""
     settings = json.loads((final / "adapter_config.json").read_text())
     assert settings["use_rslora"] is True
@@ -63,57 +56,38 @@ def assert_adapter_is_whole(final: Path, model: Path, run: Path) -> None:
     assert torch.equal(loaded.get_output_embeddings().weight, heads["base_model.model.lm_head.weight"])
 
 
-def test_rslora_and_modules_trained_in_full(tiny_model: Path, text_data: Path, tmp_path: Path, sft: Sft) -> None:
-    run = tmp_path / "run"
-    flags = words(tiny_model, text_data, run, *ADAPTER, *SAVED)
-    finished = sft(*flags)
-    assert finished.code == 0, finished.output
-    assert_adapter_is_whole(run / "final", tiny_model, run)
+def test_rslora_and_modules_trained_in_full(trains: Trains, tiny_model: Path, tmp_path: Path) -> None:
+    run, flags = tmp_path / "run", (*ADAPTER, *SAVED, "--learning_rate", "0.01", "--save_steps", "2")
+    trains(*flags)
+    assert_adapter_is_whole(run / "final", tiny_model)
     straight = load_file(run / "final" / "adapter_model.safetensors")
     shutil.rmtree(run / "final")
     shutil.rmtree(run / "checkpoint-4")
-    resumed = sft(*flags, "--resume_from_checkpoint", "true")
-    assert resumed.code == 0, resumed.output
+    trains(*flags, "--resume_from_checkpoint", "true")
     again = load_file(run / "final" / "adapter_model.safetensors")
     assert again.keys() == straight.keys()
     assert all(torch.allclose(again[name], straight[name], atol=1e-6) for name in straight)
 
 
-def test_tokens_of_ones_own(tiny_model: Path, text_data: Path, tmp_path: Path, sft: Sft) -> None:
+def test_tokens_of_ones_own(trains: Trains, tiny_model: Path, tmp_path: Path) -> None:
     """A tokenizer without an end token is said; --eos_token ends each row and goes into the export."""
-    model = tmp_path / "model"
-    shutil.copytree(tiny_model, model)
+    model, short = Path(shutil.copytree(tiny_model, tmp_path / "model")), ("--max_steps", "1")
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.eos_token = None
     tokenizer.save_pretrained(model)
     message = "the tokenizer has no end token: the model won't learn where to stop (--eos_token)"
-    without = sft(*words(model, text_data, tmp_path / "without", "--max_steps", "1"))
-    assert without.code == 0, without.output
-    assert message in without.output
-    wrong = sft(*words(model, text_data, tmp_path / "wrong", "--eos_token", "<|im_ent|>"))
-    assert wrong.code == 1
+    assert message in trains(*short, model=model, into="without").output
+    wrong = trains("--eos_token", "<|im_ent|>", model=model, into="wrong", code=1)
     assert "Did you mean <|im_end|>?" in wrong.output
-    tokens = ("--eos_token", "<|im_start|>", "--pad_token", "<|endoftext|>", "--max_steps", "1")
-    run = sft(*words(model, text_data, tmp_path / "run", *tokens))
-    assert run.code == 0, run.output
-    assert message not in run.output
+    tokens = ("--eos_token", "<|im_start|>", "--pad_token", "<|endoftext|>")
+    assert message not in trains(*tokens, *short, model=model).output
     exported = AutoTokenizer.from_pretrained(tmp_path / "run" / "final")
     assert (exported.eos_token, exported.pad_token) == ("<|im_start|>", "<|endoftext|>")
     config = json.loads((tmp_path / "run" / "final" / "config.json").read_text())
     assert config["eos_token_id"] == exported.eos_token_id == 1
 
 
-def test_what_has_not_been_shown_on_shards_is_refused_there(
-    sft: Sft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setenv("FSDP_VERSION", "2")
-    refused = sft(*words(tmp_path, tmp_path, tmp_path / "run", "--use_peft", "--lora_modules_to_save", "lm_head"))
-    assert refused.code == 1
-    assert "--lora_modules_to_save under FSDP2" in refused.output
-
-
-def test_help_begins_with_the_flags_that_most_runs_have(sft: Sft, capfd: pytest.CaptureFixture[str]) -> None:
+def test_help_begins_with_the_flags_that_most_runs_have(sft: Trains, capfd: pytest.CaptureFixture[str]) -> None:
     """And has each flag once."""
     with pytest.raises(SystemExit):
         sft("--help")

@@ -1,59 +1,16 @@
-"""Rows that don't divide by the rows of a step: each is trained once in an epoch, on any number of ranks."""
+"""Rows that don't divide by the rows of a step: each is trained once in an epoch, on any number of ranks.
 
-import json
-import shutil
-from pathlib import Path
+`test_survive.py` has the same of real ranks.
+"""
+
 from types import SimpleNamespace
 
 import pytest
-import torch
 from accelerate.data_loader import BatchSamplerShard
-from conftest import SFT, accelerate_launch, made_yaml
 from datasets import Dataset
-from reference import job_words
-from safetensors.torch import load_file
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from accel_fsdp.training.data import IGNORED, Collator, batching
-
-ROWS, STEPS, ROWS_PER_STEP = 37, 12, 12
-EPSILON = ("--adam_epsilon", "0.01")
-"""Else Adam makes a whole step of the rounding of a gradient near zero."""
-
-
-def sft(folder: Path, model: Path, data: Path, ranks: int, batch: tuple[int, int], *more: str) -> None:
-    """A run in `folder` with so many rows per rank and micro-batches."""
-    config = folder.with_suffix(".yaml")
-    config.write_text(made_yaml(model=str(model), num_processes=str(ranks), mixed_precision="no"))
-    words = job_words(model, data, folder, STEPS, batch[0], save_steps=3)
-    words += ["--gradient_accumulation_steps", str(batch[1]), "--train_sampling_strategy", "random", *EPSILON]
-    finished = accelerate_launch(config, SFT, *words, *more)
-    assert finished.code == 0, finished.output
-
-
-def losses(run: Path, step: int) -> list[float]:
-    state = json.loads((run / f"checkpoint-{step}" / "trainer_state.json").read_text())
-    return [row["loss"] for row in state["log_history"] if "loss" in row]
-
-
-@pytest.mark.slow
-def test_a_resumed_run_is_the_unbroken_one_on_any_number_of_ranks(
-    tiny_model: Path, text_data: Path, tmp_path: Path
-) -> None:
-    """Three epochs of four steps on 2 ranks; and on 2, then 3, then 1, with a last step of one row in each epoch."""
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(text_data.read_text().splitlines(True)[:ROWS]))
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    sft(whole, tiny_model, data, 2, (3, 2))
-    shutil.copytree(whole / "checkpoint-3", parts / "checkpoint-3")
-    resume = ("--resume_from_checkpoint", "true")
-    sft(parts, tiny_model, data, 3, (2, 2), *resume, "--max_steps", "6")
-    shutil.rmtree(parts / "final")
-    sft(parts, tiny_model, data, 1, (4, 3), *resume)
-    assert losses(parts, STEPS) == pytest.approx(losses(whole, STEPS), abs=1e-6)
-    weights, again = (load_file(run / "final" / "model.safetensors") for run in (whole, parts))
-    for name, tensor in weights.items():
-        torch.testing.assert_close(again[name], tensor, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
