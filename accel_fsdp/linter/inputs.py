@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from accel_fsdp import command_line, console
-from accel_fsdp.config import ReadConfig, header, read_config, yaml_checks, yaml_file
+from accel_fsdp.config import BY_NAME, Kind, ReadConfig, full_name, header, read_config, yaml_checks, yaml_file
 from accel_fsdp.errors import NotInstalled, UsageError, UserError, versions_of
 from accel_fsdp.linter.flags import Sources
 from accel_fsdp.linter.rules import ScriptFacts, Subject
@@ -140,20 +140,33 @@ def read_subject(
     sources = sources or Sources()
     given = given or read_given(sources)
     job, document = read or read_config(path, doubled=True)
-    is_own = (given.script or given.names_script) and not given.uses_sft
-    if completes and not is_own and (line := header.sft_line(job.source)):
+    if completes and not given.has_own_script and (line := header.sft_line(job.source)):
         words = command_words(line)
         in_header = command_line.parse_command_line(_around_script(words)[2])
         given = _with_command(given, words, {**in_header, **(given.args or {})})
     subject = replace(
         given,
-        values=job.values,
+        values=_with_flags(job.values, given.launcher),
         source=job.source,
         absent=job.absent,
         doubled=job.doubled,
         versions=versions_of(LIBRARIES),
     )
     return subject, document
+
+
+def _with_flags(values: Mapping[str, Any], flags: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The values that the launcher takes: its flags win over the file, unless they are a shell's variables."""
+    for (section, key), field in BY_NAME.items():
+        flag, is_number = flags.get(key), field.kind is Kind.INT
+        if flag is None or "$" in str(flag) or (is_number and not str(flag).isdecimal()):
+            continue
+        content = values.get(section) if section else values
+        others = content.items() if isinstance(content, Mapping) else ()
+        replaced = {name: value for name, value in others if full_name(section, str(name)) != key}
+        replaced[key] = int(flag) if is_number else flag
+        values = {**values, section: replaced} if section else replaced
+    return values
 
 
 def _script_text(path: Path) -> str:

@@ -209,7 +209,7 @@ def test_odd_documents_are_found_fault_with_and_left_alone(text: str, tmp_path: 
 def test_command(tmp_path: Path) -> None:
     good, bad, args = tmp_path / "good.yaml", tmp_path / "bad.yaml", tmp_path / "args.sh"
     good.write_text(V2)
-    bad.write_text(V2 + "  fsdp_use_orig_params: true\n")
+    bad.write_text(V2 + "  fsdp_use_orig_params: false\n")
     args.write_text("accelerate launch train.py \\\n  --optim adafactor\n")
     assert accel_fsdp("check", good).code == 0
     assert accel_fsdp("check", good, bad).code == 0

@@ -60,10 +60,6 @@ FACTS: dict[str, tuple[Subject, Subject]] = {
     "AF321": (subject(FP8), subject(FP8.replace("AO", "TE"))),
     "AF408": (subject(V2, "--bf16", starter="torchrun"), subject(V2, "--bf16", starter="accelerate")),
     "AF409": (subject(V2, starter="accelerate", launcher={"multi_gpu": True}), subject(V2, starter="accelerate")),
-    "AF414": (
-        subject(V2, launcher={"mixed_precision": "fp16"}),
-        subject(V2, launcher={"mixed_precision": "no", "machine_rank": "1"}),
-    ),
     "AF503": (
         on(UNNAMED, replace(LLAMA, declared_classes=("LlamaDecoderLayer", "VisionBlock"))),
         on(UNNAMED, replace(LLAMA, declared_classes=("LlamaDecoderLayer",))),

@@ -9,7 +9,7 @@ from accelerate.commands.config.default import write_basic_config
 from accel_fsdp import linter
 
 SHIPPED = sorted((Path(__file__).parent / "shipped").glob("*/*.yaml"))
-ON_THE_COMMAND_LINE = {"slurm_fsdp": "accelerate launch --num_processes 8 --num_machines 2 train.py"}
+ON_THE_COMMAND_LINE = {"slurm_fsdp": "accelerate launch --num_processes 8 --num_machines 2 --main_process_ip $IP x.py"}
 """What the example's own job script gives the launcher."""
 
 

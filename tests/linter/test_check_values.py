@@ -134,6 +134,9 @@ def test_what_accelerate_stops_at_is_found(name: str, tmp_path: Path) -> None:
 
 TAKEN: dict[str, str] = {
     "processes in quotes": EIGHT.replace("es: 8", "es: '8'"),
+    "every GPU of the machine": EIGHT.replace("es: 8", "es: gpu"),
+    "every GPU of the machine, DDP": DDP.replace("es: 8", "es: auto"),
+    "every GPU of the machine, DeepSpeed": ZERO.replace("es: 2", "es: gpu"),
     "port in quotes, one process": ONE + "main_process_port: '29501'\n",
     "last port": EIGHT + "main_process_port: 65535\n",
     "backend in small letters": EIGHT + "dynamo_config: {backend: inductor, mode: max-autotune}\n",
@@ -297,6 +300,9 @@ def test_fp8_keys_that_accelerate_config_writes_in_vain(key: str, value: Any, tm
         assert accelerate_takes(path.read_text(), tmp_path)[f"ACCELERATE_{name.upper()}"] == str(value)
 
 
+BY_FLAG = {field.key: field for field in BY_NAME.values()}
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "key"),
     [
@@ -315,14 +321,10 @@ def test_a_launcher_flag_wins_over_the_file(flag: str, value: str, key: str, tmp
     words = [flag, value, "--config_file", str(tmp_path / "config.yaml"), "train.py"]
     args, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
     assert str(getattr(args, key)) == value
-    line = tmp_path / "args.sh"
-    line.write_text(f"accelerate launch {flag} {value} train.py --num_machines 9\n")
-    findings = linter.lint(tmp_path / "config.yaml", linter.LintOptions(args=line))
-    assert [finding.key.rpartition(".")[2] for finding in findings if finding.code == "AF414"] == [key]
-    line.write_text(f"accelerate launch --machine_rank 3 train.py {flag} {value}\n")
-    assert "AF414" not in {
-        finding.code for finding in linter.lint(tmp_path / "config.yaml", linter.LintOptions(args=line))
-    }
+    (line := tmp_path / "args.sh").write_text(f"accelerate launch {flag} {value} train.py --num_machines 9\n")
+    job = linter.read_subject(tmp_path / "config.yaml", linter.Sources(args=line))[0]
+    assert str(job.section(BY_FLAG[key].section)[key]) == value
+    assert "num_machines" not in job.values
 
 
 @pytest.mark.parametrize("line", ['main_process_port: "29501"', "main_process_port: 99999", 'num_machines: "1"'])

@@ -84,3 +84,45 @@ def test_a_well_formed_file_is_left_alone(name: str, tmp_path: Path, monkeypatch
     findings = linter.lint(path, linter.LintOptions(model=model, fix=True))
     assert [finding for finding in findings if finding.severity != "note"] == []
     assert path.read_text() == text
+
+
+ADAPTER = "--use_peft --lora_r 8 --lora_target_modules all-linear"
+FLAT = V1 + "  fsdp_use_orig_params: false\n"
+RECIPES: dict[str, tuple[str, str, set[str]]] = {
+    "NVIDIA/Model-Optimizer: every GPU of the machine": (V2.replace("es: 8", "es: gpu"), "train.py --bf16", set()),
+    "huggingface/diffusers: NO as YAML 1.1 reads it": ("distributed_type: NO\nnum_processes: 1\n", "train.py", set()),
+    "huggingface/trl: other machines than the template's": (
+        TOP + "num_processes: 8\nfsdp_config:\n  fsdp_version: 2\n" + WRAP + MESH.format(2, 16),
+        "accelerate launch --num_processes 32 --num_machines 4 --main_process_ip 10.0.0.1 train.py", set(),
+    ),
+    "huggingface/accelerate: no number of processes": (
+        V2.replace("num_processes: 8\n", ""), "accelerate launch --num_processes $GPUS train.py", set(),
+    ),
+    "huggingface/peft: the script decides the precision": (FLAT.replace("bf16", "'no'"), "train.py --bf16", set()),
+    "huggingface/peft: LoRA in flat units": (FLAT, f"train.py --weight_decay 1e-4 {ADAPTER}", {"AF602"}),
+    "huggingface/peft: QLoRA": (
+        FLAT.replace("bf16", "'no'"),
+        f"train.py --bf16 {ADAPTER} --load_in_4bit --dtype bfloat16 --bnb_4bit_quant_storage bfloat16", {"AF602"},
+    ),
+    "modelscope/ms-swift: flags of its own": (
+        FLAT.replace("bf16", "'no'"), "sft.py --tuner_type lora --torch_dtype bfloat16 --lora_rank 8", {"AF602"},
+    ),
+    "NJUDeepEngine/meteora: flags of its own": (V2, "train.py --use_gradient_checkpointing", set()),
+    "nngabe/qlora_graphrag: keys that say what FSDP2 does anyway": (
+        V2 + "  fsdp_use_orig_params: true\n  fsdp_backward_prefetch: BACKWARD_PRE\n  fsdp_sync_module_states: true\n",
+        "train.py", set(),
+    ),
+    "flat units and a decay that is to spare norms": (FLAT, "train.py --weight_decay 0.1", {"AF317"}),
+    "nngabe/qlora_graphrag: a key that FSDP2 drops": (V2 + "  fsdp_forward_prefetch: true\n", "train.py", {"AF305"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_public_recipe_has_true_findings_only(name: str, tmp_path: Path) -> None:
+    """Files and command lines of public repositories, cut to what once raised a false alarm."""
+    text, command, codes = RECIPES[name]
+    path, args = tmp_path / "accelerate.yaml", tmp_path / "args.sh"
+    path.write_text(text)
+    args.write_text(command)
+    findings = linter.lint(path, linter.LintOptions(args=args, strict=True))
+    assert {finding.code for finding in findings if finding.severity != "note"} == codes

@@ -24,10 +24,15 @@ def _without_policy(subject: Subject) -> bool:
 
 
 def _deposed_precision(subject: Subject) -> Cases:
-    precision = next((name for name in ("bf16", "fp16") if subject.arg_on(name)), None)
+    """A note where the file asks for none, as the arguments then say what is trained."""
     value = subject.values.get("mixed_precision")
-    differs = precision and value is not None and str(value).lower() != precision
-    return {"precision": precision, "value": value} if differs else None
+    if not subject.asked_precision or value is None or str(value).lower() == subject.asked_precision:
+        return None
+    return {
+        "precision": subject.asked_precision,
+        "value": value,
+        "severity": "note" if str(value).lower() == "no" else None,
+    }
 
 
 def _weights_only(subject: Subject, best: bool) -> bool:
@@ -38,6 +43,9 @@ def _weights_only(subject: Subject, best: bool) -> bool:
 
 
 def _misspelt(subject: Subject) -> Cases:
+    """Not in the arguments of a script of one's own, which may have flags of any name."""
+    if subject.has_own_script:
+        return None
     severity = "error" if subject.uses_sft else "warning"
     slips = from_arguments.misspelt(subject.args or {})
     return [{"name": name, "near": near, "severity": severity} for name, near in slips]

@@ -67,6 +67,11 @@ class Subject(JobConfig):
         return {**from_yaml.mesh_of(self), "ep": self.experts}
 
     @property
+    def has_own_script(self) -> bool:
+        """Whether the script is known, and isn't train/sft.py."""
+        return (self.script is not None or self.names_script) and not self.uses_sft
+
+    @property
     def by_transformers(self) -> bool:
         """Whether train/sft.py has transformers shard the model: Accelerate has no tensor or expert parallelism."""
         return self.uses_sft and self.job.layout.is_by_transformers
@@ -94,7 +99,8 @@ class Subject(JobConfig):
 
     @property
     def uses_adapter(self) -> bool:
-        return self.arg_on("use_peft", "load_in_4bit", "load_in_8bit") or self.arg("lora_r") is not None
+        by_rank = any(name.startswith("lora_") and value is not None for name, value in (self.args or {}).items())
+        return by_rank or self.arg_on("use_peft", "load_in_4bit", "load_in_8bit")
 
     @property
     def resumes(self) -> bool:
@@ -106,9 +112,18 @@ class Subject(JobConfig):
         return self.args is not None and not self.uses_adapter
 
     @property
+    def asked_precision(self) -> str:
+        """The mixed precision that the arguments ask for, which wins over the file; empty if they ask for none."""
+        return next((name for name in ("bf16", "fp16") if self.arg_on(name)), "")
+
+    @property
+    def precision(self) -> str:
+        return self.asked_precision or str(self.top("mixed_precision") or "no")
+
+    @property
     def mixed(self) -> bool:
-        """Whether 16-bit compute is used with float32 masters; an argument wins over the file."""
-        return self.arg_on("bf16", "fp16") or self.top("mixed_precision") in ("bf16", "fp16")
+        """Whether 16-bit compute is used with float32 masters."""
+        return self.precision in ("bf16", "fp16")
 
     @property
     def asked_dtype(self) -> str:

@@ -25,6 +25,8 @@ from accel_fsdp.linter.rules.subject import Subject
 LARGEST_PORT = 65535
 READ_BY_TRUTH = ("debug", "tpu_use_cluster", "tpu_use_sudo")
 """Keys of the top level of which Accelerate's launcher asks whether there is a value, and not which one."""
+ALL_OF_A_MACHINE = ("gpu", "auto", "cpu", "xpu")
+"""Words for `num_processes` that the launcher hands on to torchrun."""
 QUOTED = ("mixed_precision", "distributed_type", "dynamo_backend")
 """Keys whose false, which is a bare no, is AF201's or AF208's."""
 DEEPSPEED_FILE_KEYS = (
@@ -49,7 +51,7 @@ def _bare_no_engine(subject: Subject) -> Cases:
         return None
     why = "it counts as 'NO' because num_processes is given"
     why = "Accelerate stops: it asks for --num_processes" if subject.lacks_processes else why
-    severity = None if subject.lacks_processes else "warning"
+    severity = None if subject.lacks_processes else "note"
     return {"word": subject.spelt("distributed_type", "NO"), "why": why, "severity": severity}
 
 
@@ -101,11 +103,13 @@ def _not_a_boolean(subject: Subject) -> Each:
 
 
 def _not_a_whole_number(subject: Subject) -> Each:
-    """YAML 1.1 reads `1e8` as text and `1.0e+8` as a float."""
+    """YAML 1.1 reads `1e8` as text and `1.0e+8` as a float. On one machine torchrun counts the GPUs itself."""
     for path, field, value in written(subject):
         if field.kind is not Kind.INT or value is None or (isinstance(value, int) and not isinstance(value, bool)):
             continue
         if isinstance(value, str) and value.isdecimal():
+            continue
+        if field.key == "num_processes" and value in ALL_OF_A_MACHINE and subject.top("num_machines") == 1:
             continue
         number = from_arguments.number(subject.spelt(field.key, value, field.section), None)
         integer = int(number) if number is not None and number.is_integer() else None
