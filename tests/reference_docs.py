@@ -109,7 +109,8 @@ def rules_page() -> str:
 
 
 OWNERS = {"accelerate": "huggingface", "transformers": "huggingface", "pytorch": "pytorch", "ms-swift": "modelscope"}
-OWNERS |= {"bitsandbytes": "bitsandbytes-foundation", "ViewDiff": "facebookresearch"}
+OWNERS |= {"bitsandbytes": "bitsandbytes-foundation", "ViewDiff": "facebookresearch", "trl": "huggingface"}
+OWNERS |= {"DeepSpeed": "deepspeedai", "LlamaFactory": "hiyouga"}
 
 
 def _linked(seen: str) -> str:

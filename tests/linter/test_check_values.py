@@ -27,7 +27,7 @@ from conftest import accel_fsdp
 from jsonschema import Draft7Validator
 
 from accel_fsdp import cli, linter
-from accel_fsdp.config import BY_NAME, MISNAMED, Kind
+from accel_fsdp.config import BY_NAME, MISNAMED, Kind, yaml_file
 from accel_fsdp.config.schema import DYNAMO_FIELDS, FP8_FIELDS
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch import launcher as jobs
@@ -119,6 +119,15 @@ REFUSED: dict[str, tuple[str, str]] = {
     "one GPU for DDP": ("AF413", DDP + "gpu_ids: '0'\n"),
     "bare NO without processes": ("AF208", "distributed_type: NO\nmixed_precision: 'no'\n"),
     "NO with -1 processes": ("AF401", ONE.replace("es: 1", "es: -1")),
+    "no engine": ("AF101", EIGHT.partition("\n")[2]),
+    "a key of no version": ("AF102", EIGHT + "fdsp_config: {}\n"),
+    "a file of another tool": ("AF112", "base_model: m\ndatasets: []\nfsdp_config: {fsdp_version: 2}\n"),
+    "a file that is elsewhere": (
+        "AF217",
+        DS.replace("mixed_precision: bf16\n", "") + "  deepspeed_config_file: a.json\n",
+    ),
+    "checkpoints on the host, FSDP1": ("AF313", V1 + "  fsdp_activation_checkpointing_offload: true\n"),
+    "no checkpoints, on the host": ("AF313", V2 + "  fsdp_activation_checkpointing_offload: true\n"),
 }
 
 
@@ -127,9 +136,27 @@ def test_what_accelerate_stops_at_is_found(name: str, tmp_path: Path) -> None:
     code, text = REFUSED[name]
     (tmp_path / "ds.json").write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 2}}')
     text = text.replace("FILE", str(tmp_path / "ds.json"))
-    assert code in {finding.code for finding in run(subject(text)) if finding.severity == "error"}
-    with pytest.raises((ValueError, TypeError, OverflowError, AttributeError)):
+    (path := tmp_path / "checked.yaml").write_text(text)
+    findings = linter.lint(path, linter.LintOptions())
+    assert code in {finding.code for finding in findings if finding.severity == "error"}
+    with pytest.raises((ValueError, TypeError, OverflowError, AttributeError, KeyError)):
         accelerate_takes(text, tmp_path)
+
+
+UNREAD: dict[str, tuple[str, str]] = {
+    "AF106": (DDP + "dynamo_config: INDUCTOR\n", DDP),
+    "AF111": (EIGHT + "debug: false\ndebug: true\n", EIGHT + "debug: true\n"),
+    "AF326": (EIGHT + "fp8_config: {backend: TE}\n", EIGHT),
+    "AF417": (ONE.replace("es: 1", "es: 8"), ONE),
+}
+
+
+@pytest.mark.parametrize("code", UNREAD)
+def test_what_accelerate_does_not_read_is_found(code: str, tmp_path: Path) -> None:
+    text, same = UNREAD[code]
+    assert code in codes_of(subject(text, doubled=yaml_file.doubled_keys(text)))
+    read, plain = (accelerate_takes(content, tmp_path) for content in (text, same))
+    assert {name: value for name, value in read.items() if not name.startswith("MASTER_")} == plain
 
 
 TAKEN: dict[str, str] = {

@@ -34,9 +34,9 @@ def test_fsdp_is_off_under_another_type(words: list[str], kind: str, tmp_path: P
 
 
 @pytest.mark.pain("P44")
-@pytest.mark.parametrize(("processes", "each"), [(9, "4"), (1, "0")])
+@pytest.mark.parametrize(("processes", "each"), [(9, "4"), (1, "0"), (0, "0")])
 def test_processes_that_do_not_divide_are_dropped(processes: int, each: str, tmp_path: Path) -> None:
-    """AF402: 9 over 2 machines start 4 on each, 1 starts none."""
+    """AF402, AF407: 9 over 2 machines start 4 on each, 1 and 0 start none."""
     args = parse(tmp_path, fsdp_config={}, num_processes=processes, num_machines=2, machine_rank=1)
     prepare_multi_gpu_env(args)
     assert args.nproc_per_node == each

@@ -146,7 +146,7 @@ ROWS = (
     Row(
         "AF614", "error", OFFLOAD, "offload and sync_each_batch lose gradients",
         "each micro-batch replaces the one before", "fsdp_version: 2, or no sync_each_batch", _loses_gradients,
-        seen="P31 torch.FullyShardedDataParallel",
+        seen="P31 pytorch#73784",
     ),
     Row(
         "AF616", "warning", VERSION, "FSDP1 does not load a sharded optimizer state",
@@ -174,7 +174,7 @@ ROWS = (
     Row(
         "AF628", "warning", "distributed_type", "--device_map auto is for one process",
         "Accelerate stops: loaded with device_map='auto'", "drop --device_map",
-        lambda s: s.is_fsdp and s.arg("device_map") == "auto", seen="P87 accelerate.Accelerator",
+        lambda s: s.is_fsdp and s.arg("device_map") == "auto", seen="P87 transformers#31557",
     ),
     combined("AF630", "error", VERSION, "label-smoothing-fsdp2", seen="P99 ranks"),
     Row(

@@ -231,7 +231,8 @@ ROWS = (
     Row(
         "AF310", "warning", STATE, "LOCAL_STATE_DICT checkpoints do not reshard",
         "a run can't be resumed on another number of GPUs", "fsdp_state_dict_type: SHARDED_STATE_DICT",
-        lambda s: s.engine is Engine.FSDP1 and s.state_dict_type == "LOCAL_STATE_DICT", TO_SHARDED, seen="P57 ranks",
+        lambda s: s.engine is Engine.FSDP1 and s.state_dict_type == "LOCAL_STATE_DICT", TO_SHARDED,
+        seen="P57 pytorch#64625",
     ),
     Row(
         "AF311", "error", f"{SECTION}.fsdp_sync_module_states",
@@ -299,7 +300,7 @@ ROWS = (
     Row(
         "AF327", "warning", "deepspeed_config.offload_param_device",
         "offload_param_device: {device} has no effect with zero_stage: {stage}", "only stage 3 offloads parameters",
-        "zero_stage: 3, or offload_param_device: none", _offloads_nothing, seen="deepspeed.DeepSpeedZeroConfig",
+        "zero_stage: 3, or offload_param_device: none", _offloads_nothing, seen="DeepSpeed#1403",
     ),
     Row(
         "AF328", "warning", "num_processes", "{strategy} with one process on each machine",
@@ -310,6 +311,6 @@ ROWS = (
         "AF406", "note", "deepspeed_config.zero_stage", "ZeRO-3 gathers no weights when it saves",
         "the output folder holds shards and no model, and train/sft.py refuses it",
         "zero3_save_16bit_model: true; a folder of shards: accel-fsdp export", _gathers_nothing,
-        (Edit("deepspeed_config", "zero3_save_16bit_model", True),), seen="accelerate.Accelerator",
+        (Edit("deepspeed_config", "zero3_save_16bit_model", True),), seen="LlamaFactory#477",
     ),
 )  # fmt: skip

@@ -144,7 +144,7 @@ ROWS = (
     ),
     Row(
         "AF512", "error", "distributed_type", "{model} is quantised ({method}): {what}", "{why}", "{fix}", _quantised,
-        seen="transformers.HfQuantizer", of=("quantised-full", "quantised-adapter", "quantised-twice"),
+        seen="transformers#26248", of=("quantised-full", "quantised-adapter", "quantised-twice"),
     ),
     combined(
         "AF513", "error", VERSION, "no-embedding-fsdp2", seen="ranks",
