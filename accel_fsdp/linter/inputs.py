@@ -140,7 +140,8 @@ def read_subject(
     sources = sources or Sources()
     given = given or read_given(sources)
     job, document = read or read_config(path, doubled=True)
-    if completes and not given.has_own_script and (line := header.sft_line(job.source)):
+    is_own = (given.script or given.names_script) and not given.uses_sft
+    if completes and not is_own and (line := header.sft_line(job.source)):
         words = command_words(line)
         in_header = command_line.parse_command_line(_around_script(words)[2])
         given = _with_command(given, words, {**in_header, **(given.args or {})})

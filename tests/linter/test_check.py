@@ -109,7 +109,6 @@ GOLDEN_WITH_ARGS: dict[str, tuple[str, str, str, str]] = {
     "AF605": (V1, "--optim adamw_torch_8bit", V2, "--optim adamw_torch_8bit"),
     "AF606": (V2, "--bf16", V2.replace("'no'", "bf16"), "--bf16 true"),
     "AF607": (V2, "--fsdp full_shard", V2, "--max_steps 3"),
-    "AF640": (V2, "--max_lenght 9000", V2, "--max_length 9000"),
     "AF608": (V2, "--save_only_model", V2 + "  fsdp_state_dict_type: FULL_STATE_DICT\n", "--save_only_model"),
     "AF609": (V1, "--predict_with_generate", V2, "--predict_with_generate"),
     "AF610": (V1, "--use_peft --use_dora", V2, "--use_peft --use_dora"),

@@ -94,6 +94,7 @@ FACTS: dict[str, tuple[Subject, Subject]] = {
     ),
     "AF622": (on(V2, TIED, "--modules_to_save lm_head"), on(V2, TIED, "--modules_to_save embed_tokens")),
     "AF628": (subject(V2, "--device_map auto"), subject(V2, "--device_map cpu")),
+    "AF640": (ours(V2, "--max_lenght 9000"), ours(V2, "--max_length 9000")),
     "AF329": (ours(DDP + TP), ours(V2 + TP)),
     "AF333": (
         ours(V2 + "  fsdp_reshard_after_forward: false\n" + TP),

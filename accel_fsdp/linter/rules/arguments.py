@@ -43,12 +43,9 @@ def _weights_only(subject: Subject, best: bool) -> bool:
 
 
 def _misspelt(subject: Subject) -> Cases:
-    """Not in the arguments of a script of one's own, which may have flags of any name."""
-    if subject.has_own_script:
-        return None
-    severity = "error" if subject.uses_sft else "warning"
-    slips = from_arguments.misspelt(subject.args or {})
-    return [{"name": name, "near": near, "severity": severity} for name, near in slips]
+    """A script of one's own may have flags of any name."""
+    slips = from_arguments.misspelt(subject.args or {}) if subject.uses_sft else ()
+    return [{"name": name, "near": near} for name, near in slips]
 
 
 def _four_bits(subject: Subject) -> Cases:
@@ -121,7 +118,7 @@ ROWS = (
     Row(
         "AF607", "error", "fsdp_config", "the arguments set FSDP too", "most of this file is ignored",
         "drop --fsdp and --fsdp_config",
-        lambda s: s.is_fsdp and bool(s.arg("fsdp") or s.arg("fsdp_config")), seen="P51 transformers.TrainingArguments",
+        lambda s: s.is_fsdp and bool(s.arg("fsdp")), seen="P51 transformers.TrainingArguments",
     ),
     Row(
         "AF608", "error", "distributed_type", "--save_only_model excludes --load_best_model_at_end", "Trainer stops",
@@ -132,7 +129,7 @@ ROWS = (
         lambda s: _weights_only(s, best=False), seen="transformers#36627",
     ),
     Row(
-        "AF640", "warning", "", "--{name} is unknown. Did you mean --{near}?", "train/sft.py and Trainer refuse it",
+        "AF640", "error", "", "--{name} is unknown. Did you mean --{near}?", "train/sft.py refuses it",
         "--{near}", _misspelt, seen="train/sft.py",
     ),
     combined("AF609", "error", VERSION, "generate-fsdp1", seen="P61 ranks transformers#30228"),

@@ -67,11 +67,6 @@ class Subject(JobConfig):
         return {**from_yaml.mesh_of(self), "ep": self.experts}
 
     @property
-    def has_own_script(self) -> bool:
-        """Whether the script is known, and isn't train/sft.py."""
-        return (self.script is not None or self.names_script) and not self.uses_sft
-
-    @property
     def by_transformers(self) -> bool:
         """Whether train/sft.py has transformers shard the model: Accelerate has no tensor or expert parallelism."""
         return self.uses_sft and self.job.layout.is_by_transformers
@@ -91,11 +86,6 @@ class Subject(JobConfig):
         """Whether `distributed_type` is one that Accelerate knows; a bare NO, which YAML reads as false, counts."""
         kind = self.values.get("distributed_type")
         return kind is False or (kind is not None and BY_NAME["", "distributed_type"].takes(str(kind)))
-
-    @property
-    def foreign(self) -> str:
-        """The tool that the file is for, if it isn't `accelerate launch`; else empty."""
-        return "SageMaker" if self.values.get("compute_environment") == "AMAZON_SAGEMAKER" else self.other_tool
 
     @property
     def uses_adapter(self) -> bool:

@@ -23,8 +23,6 @@ from accel_fsdp.linter.rules.keys import written
 from accel_fsdp.linter.rules.subject import Subject
 
 LARGEST_PORT = 65535
-READ_BY_TRUTH = ("debug", "tpu_use_cluster", "tpu_use_sudo")
-"""Keys of the top level of which Accelerate's launcher asks whether there is a value, and not which one."""
 ALL_OF_A_MACHINE = ("gpu", "auto", "cpu", "xpu")
 """Words for `num_processes` that the launcher hands on to torchrun."""
 QUOTED = ("mixed_precision", "distributed_type", "dynamo_backend")
@@ -152,8 +150,7 @@ def _joined(value: Any) -> str:
 
 def _by_truth(subject: Subject, quoted: bool) -> Each:
     """`quoted`: the text "false"; else neither true nor false. Debugging slows down each collective."""
-    names = READ_BY_TRUTH if subject.engine is Engine.TPU else READ_BY_TRUTH[:1]
-    for name in (*names, *(("use_cpu",) if subject.engine is not Engine.NONE else ())):
+    for name in ("debug", *(("use_cpu",) if subject.engine is not Engine.NONE else ())):
         value = subject.values.get(name)
         is_text = name != "use_cpu" and isinstance(value, str) and value.lower() in FALSE_WORDS
         is_odd = value is not None and str(value).lower() not in TRUE_WORDS + FALSE_WORDS
@@ -212,18 +209,12 @@ def _deepspeed(subject: Subject, key: str) -> Any:
     return subject.section("deepspeed_config").get(key) if subject.engine is Engine.DEEPSPEED else None
 
 
-def _nvme(subject: Subject, used: bool) -> Each:
-    """Offloads to NVMe if `used`, else paths of other devices."""
-    section = subject.section("deepspeed_config")
+def _nvme(subject: Subject) -> Each:
+    section = subject.section("deepspeed_config") if subject.engine is Engine.DEEPSPEED else {}
     for what in ("optimizer", "param"):
         device, path = f"offload_{what}_device", f"offload_{what}_nvme_path"
-        nvme = str(section.get(device)).lower() == "nvme"
-        words = {"device": device, "path": path, "value": section.get(device, "not given")}
-        if used and nvme and subject.engine is Engine.DEEPSPEED:
-            without = "" if path in section else f" without {path}"
-            yield words | {"key": path if path in section else device, "without": without}
-        elif not used and path in section and not nvme:
-            yield words | {"edits": (Edit("deepspeed_config", path),)}
+        if str(section.get(device)).lower() == "nvme":
+            yield {"device": device, "path": path, "key": path if path in section else device}
 
 
 def _missing_file(subject: Subject) -> Cases:
@@ -327,13 +318,9 @@ ROWS = (
         lambda s: _no_number(s, "gradient_accumulation_steps", whole=True),
     ),
     Row(
-        "AF216", "error", "deepspeed_config.{key}", "{device}: nvme{without}",
+        "AF216", "error", "deepspeed_config.{key}", "{device}: nvme",
         "the launcher drops {path}, and the ranks swap to a folder named none in the folder they run in",
-        "a deepspeed_config_file for {device} and its path", lambda s: _nvme(s, used=True), seen="launcher",
-    ),
-    Row(
-        "AF216", "note", "deepspeed_config.{path}", "{path} has no effect: {device} is {value}", "only nvme has a path",
-        "remove {path}", lambda s: _nvme(s, used=False),
+        "a deepspeed_config_file for {device} and its path", _nvme, seen="launcher",
     ),
     Row(
         "AF217", "error", "deepspeed_config.deepspeed_config_file",
