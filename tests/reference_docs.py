@@ -193,7 +193,7 @@ def shipped() -> dict[str, str]:
 
 
 def covered() -> dict[str, list[str]]:
-    return {pain: [rule.code for rule in linter.all_rules() if pain in rule.pains] for pain in PAINS}
+    return {pain: [rule.code for rule in linter.all_rules() if pain in rule.seen] for pain in PAINS}
 
 
 def coverage_page() -> str:

@@ -199,7 +199,7 @@ def distributed(args: Any) -> bool:
 def _has_torchruns_ranks(args: Any) -> bool:
     """Whether torchrun starts several ranks, here or on all machines."""
     by_deepspeed = args.use_deepspeed and args.num_machines > 1 and args.deepspeed_multinode_launcher != "standard"
-    return distributed(args) and args.num_processes > 1 and not by_deepspeed
+    return distributed(args) and args.num_processes not in (0, 1) and not by_deepspeed
 
 
 def rank_environment(config_file: Path, script: Path) -> dict[str, str]:

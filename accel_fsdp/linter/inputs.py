@@ -15,7 +15,7 @@ import yaml
 
 from accel_fsdp import command_line, console
 from accel_fsdp.config import BY_NAME, Kind, ReadConfig, full_name, header, read_config, yaml_checks, yaml_file
-from accel_fsdp.errors import NotInstalled, UsageError, UserError, versions_of
+from accel_fsdp.errors import UsageError, UserError, versions_of
 from accel_fsdp.linter.flags import Sources
 from accel_fsdp.linter.rules import ScriptFacts, Subject
 from accel_fsdp.models import ModelFacts
@@ -116,11 +116,9 @@ def _read_model(name: str) -> ModelFacts:
 
     try:
         return read_model(name)
-    except NotInstalled as error:
+    except UserError as error:
         error.exit_code = UsageError.exit_code  # 1 would mean that the files were read and have errors
         raise
-    except UserError as error:
-        raise UsageError(error.what, why=error.why, fix=error.fix) from error
 
 
 def read_subject(

@@ -28,11 +28,8 @@ def _deposed_precision(subject: Subject) -> Cases:
     value = subject.values.get("mixed_precision")
     if not subject.asked_precision or value is None or str(value).lower() == subject.asked_precision:
         return None
-    return {
-        "precision": subject.asked_precision,
-        "value": value,
-        "severity": "note" if str(value).lower() == "no" else None,
-    }
+    severity = "note" if str(value).lower() == "no" else None
+    return {"precision": subject.asked_precision, "value": value, "severity": severity}
 
 
 def _weights_only(subject: Subject, best: bool) -> bool:
@@ -62,8 +59,8 @@ def _loses_gradients(subject: Subject) -> bool:
 
 def _loses_moments(subject: Subject) -> bool:
     """Train/sft.py creates the optimizer's state first."""
-    shards = subject.engine is Engine.FSDP1 and subject.sharded_state_dict
-    return shards and subject.resumes and not subject.uses_sft
+    resumes = str(subject.arg("resume_from_checkpoint") or "false").lower() != "false"
+    return resumes and subject.engine is Engine.FSDP1 and subject.sharded_state_dict and not subject.uses_sft
 
 
 def _ties_under_fsdp2(subject: Subject) -> bool:

@@ -122,10 +122,6 @@ class Rule:
         return [word for row in self.rows for word in row.seen.split()]
 
     @property
-    def pains(self) -> list[str]:
-        return [word for word in self.seen if re.fullmatch(r"P\d+", word)]
-
-    @property
     def texts(self) -> list[tuple[str, str, str]]:
         return [text for row in self.rows for text in row.texts]
 

@@ -6,6 +6,7 @@ from accel_fsdp.config import DEFAULT_PORT, MULTI_CPU, PLACING, Edit, Engine
 from accel_fsdp.hardware import machines
 from accel_fsdp.linter.rules.engine import Cases, Each, Row
 from accel_fsdp.linter.rules.subject import Subject
+from accel_fsdp.linter.rules.values import joined
 from accel_fsdp.units import counted, listed
 
 HERE_ONLY = re.compile(r"127(\.\d+){3}|localhost|::1|0\.0\.0\.0|\[::1?\]|::", re.IGNORECASE)
@@ -84,13 +85,9 @@ def _few_ids(subject: Subject) -> Cases:
 def _count_of_ids(subject: Subject) -> int:
     """The number of GPUs in `gpu_ids`; 0 for all of them."""
     chosen = subject.top("gpu_ids")
-    if isinstance(chosen, list):  # AF207 makes text of it
-        return len(chosen)
-    if isinstance(chosen, int):  # and of this
-        return 1
-    if not isinstance(chosen, str) or chosen == "all":
+    if chosen in (None, "all"):
         return 0
-    return len([entry for entry in chosen.split(",") if entry.strip()])
+    return len([number for number in joined(chosen).split(",") if number.strip()])
 
 
 def _several(subject: Subject) -> int:

@@ -93,10 +93,6 @@ class Subject(JobConfig):
         return by_rank or self.arg_on("use_peft", "load_in_4bit", "load_in_8bit")
 
     @property
-    def resumes(self) -> bool:
-        return str(self.arg("resume_from_checkpoint") or "false").lower() != "false"
-
-    @property
     def trains_everything(self) -> bool:
         """Whether the arguments are known and ask for no adapter."""
         return self.args is not None and not self.uses_adapter

@@ -138,13 +138,14 @@ def _gpu_ids(subject: Subject) -> Cases:
     value = subject.values.get("gpu_ids")
     if value is None or isinstance(value, str):
         return None
-    text, typed = (_joined(numbers) for numbers in (value, subject.spelt("gpu_ids", value)))
+    text, typed = (joined(numbers) for numbers in (value, subject.spelt("gpu_ids", value)))
     is_plain = text == typed and re.fullmatch(r"\d+(,\d+)*", text)
     edits = (Edit("", "gpu_ids", text),) if is_plain else ()
     return {"typed": typed, "text": text if is_plain else "0,1", "edits": edits}
 
 
-def _joined(value: Any) -> str:
+def joined(value: Any) -> str:
+    """The numbers of `gpu_ids` as one text."""
     return ",".join(map(str, value if isinstance(value, list) else [value]))
 
 
@@ -219,11 +220,8 @@ def _nvme(subject: Subject) -> Each:
 
 def _missing_file(subject: Subject) -> Cases:
     """A warning if it is beside the YAML, or in a folder that this machine doesn't have."""
-    place = subject.absent.get("deepspeed_config_file")
-    if subject.engine is not Engine.DEEPSPEED or place is None:
-        return None
-    path = _deepspeed(subject, "deepspeed_config_file")
-    return {"file": path, "severity": "warning" if place else None}
+    path, place = _deepspeed(subject, "deepspeed_config_file"), subject.absent.get("deepspeed_config_file")
+    return None if path is None or place is None else {"file": path, "severity": "warning" if place else None}
 
 
 def _file_and_keys(subject: Subject) -> Cases:
