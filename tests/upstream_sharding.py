@@ -127,17 +127,6 @@ def rope_buffers(folder: Path) -> Any:
     return seen
 
 
-def size_based_checkpointing(folder: Path) -> Any:
-    sized = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 8000}
-    settings = {**_without(V1, "fsdp_auto_wrap_policy"), **sized, "fsdp_activation_checkpointing": True}
-    _, model, _ = prepared(llama(), settings)
-    wrappers = [module for module in model.modules() if type(module).__name__ == "CheckpointWrapper"]
-    return {
-        "units": units(model),
-        "checkpointed": [type(wrapper._checkpoint_wrapped_module).__name__ for wrapper in wrappers],
-    }
-
-
 def size_based(folder: Path) -> Any:
     sized = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}
     default = prepared(llama(), {**V1, **sized})[1]
@@ -173,14 +162,6 @@ def mixed_dtypes(folder: Path) -> Any:
         return raised(lambda: step(prepared(model, settings, precision)[1]))
 
     return {f"{v['fsdp_version']}-{p}": attempt(v, p) for v in (V1, V2) for p in ("no", "bf16")}
-
-
-def adafactor(folder: Path) -> Any:
-    def attempt(settings: dict[str, Any], optim: str) -> str:
-        return raised(make_trainer(folder, llama(), settings, optim=optim, max_steps=1).train)
-
-    others = {optim: attempt(V2, optim) for optim in ("sgd", "rmsprop", "adamw_torch")}
-    return {"fsdp1": attempt(V1, "adafactor"), "fsdp2": attempt(V2, "adafactor"), **others}
 
 
 def optimizers(folder: Path) -> Any:

@@ -1,6 +1,5 @@
 """What a user asks of `check`: folders, rules to leave out, a command line; and what is right is clean."""
 
-import json
 import shlex
 from pathlib import Path
 
@@ -75,13 +74,6 @@ def test_a_folder_stands_for_its_accelerate_yamls(tmp_path: Path, capsys: pytest
     (folder / "good.yaml").unlink()
     with pytest.raises(UsageError, match="no Accelerate YAML in"):
         cli.call(["check", str(folder)])
-
-
-def test_a_finding_about_the_whole_file_has_a_region(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "fsdp.yaml").write_text("num_processes: 2\n")
-    assert cli.call(["check", str(tmp_path / "fsdp.yaml"), "--format", "sarif"]) == 1
-    (run,) = json.loads(capsys.readouterr().out)["runs"]
-    assert [row["locations"][0]["physicalLocation"]["region"] for row in run["results"]] == [{"startLine": 1}]
 
 
 @pytest.mark.parametrize("flag", ["--multi_gpu", "--use_deepspeed", "--tpu"])

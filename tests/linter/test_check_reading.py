@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -127,23 +126,3 @@ def test_what_to_fsdp2_leaves_is_found(strategy: str, kind: str, code: str) -> N
     given = yaml.safe_load(V1)
     given["fsdp_config"] |= {"fsdp_sharding_strategy": strategy, "fsdp_state_dict_type": kind}
     assert code in codes_of(subject(yaml.safe_dump(convert_config_to_fsdp2(given))))
-
-
-@pytest.mark.parametrize("flag", ["--multi_gpu", "--use_deepspeed"])
-def test_a_launch_flag_beats_the_file(flag: str, fsdp2: Path) -> None:
-    """AF409: red when the launcher looks at the file's type beside such a flag."""
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-
-    words = [flag, "--config_file", str(fsdp2), "train.py"]
-    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
-    assert not args.use_fsdp
-
-
-def test_checking_a_file_is_quick(fsdp2: Path) -> None:
-    run([sys.executable, "-m", "accel_fsdp", "check", fsdp2])
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        assert accel_fsdp("check", fsdp2).code == 0
-        times.append(time.perf_counter() - start)
-    assert min(times) < 2, "0.3 s on an idle machine"

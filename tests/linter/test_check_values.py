@@ -1,5 +1,6 @@
 """Values that `check` finds fault with, and what Accelerate's own launcher and plugins do with them."""
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -22,7 +23,7 @@ from accelerate.utils import (
     launch,
 )
 from accelerate.utils.dataclasses import FP8BackendType, TERecipeKwargs
-from checking import DS, TOP, V1, V2, WRAP, codes_of, subject
+from checking import DS, TOP, V1, V2, WRAP, codes_of, finding, findings, subject
 from conftest import accel_fsdp
 from jsonschema import Draft7Validator
 
@@ -136,9 +137,7 @@ def test_what_accelerate_stops_at_is_found(name: str, tmp_path: Path) -> None:
     code, text = REFUSED[name]
     (tmp_path / "ds.json").write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 2}}')
     text = text.replace("FILE", str(tmp_path / "ds.json"))
-    (path := tmp_path / "checked.yaml").write_text(text)
-    findings = linter.lint(path, linter.LintOptions())
-    assert code in {finding.code for finding in findings if finding.severity == "error"}
+    assert code in {finding.code for finding in findings(text, tmp_path) if finding.severity == "error"}
     with pytest.raises((ValueError, TypeError, OverflowError, AttributeError, KeyError)):
         accelerate_takes(text, tmp_path)
 
@@ -196,9 +195,7 @@ def test_what_accelerate_takes_is_clean(name: str, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 2}}')
     text = TAKEN[name].replace("FILE", str(tmp_path / "ds.json"))
     accelerate_takes(text, tmp_path)
-    path = tmp_path / "checked.yaml"
-    path.write_text(text)
-    assert [finding for finding in linter.lint(path, linter.LintOptions()) if finding.severity == "error"] == []
+    assert [finding for finding in findings(text, tmp_path) if finding.severity == "error"] == []
 
 
 @pytest.mark.parametrize(
@@ -221,8 +218,8 @@ def test_what_accelerate_takes_is_clean(name: str, tmp_path: Path) -> None:
 def test_each_mesh_that_a_fix_names_is_taken(text: str, sizes: dict[str, int], tmp_path: Path) -> None:
     """AF315 and AF316: the fix holds a whole mesh, or sizes of 1, and no other finding about the mesh follows."""
     text = text.replace("num_processes: 2", "num_processes: 8")
-    findings = [finding for finding in run(subject(text + mesh(**sizes))) if finding.code in ("AF315", "AF316")]
-    for fix in findings[-1].fix.split("; or "):
+    fixes = [finding.fix for finding in run(subject(text + mesh(**sizes))) if finding.code in ("AF315", "AF316")]
+    for fix in fixes[-1].split("; or "):
         named = {axis: int(size) for axis, size in re.findall(r"(\w+?)_size: (-?\d+)", fix)}
         renamed = {axis.removeprefix("parallelism_config_"): size for axis, size in named.items()}
         mended = (EIGHT if "distributed_type: FSDP" in fix else text) + mesh(**{**sizes, **renamed})
@@ -244,38 +241,29 @@ def test_a_value_of_debug_that_stops_nothing_is_no_error(value: str, taken: str,
     """AF209, not AF204: Accelerate asks whether there is something."""
     text = EIGHT + f"debug: {value}\n"
     assert accelerate_takes(text, tmp_path).get("ACCELERATE_DEBUG_MODE", "false") == taken
-    path = tmp_path / "checked.yaml"
-    path.write_text(text)
-    (reported,) = (finding for finding in linter.lint(path, linter.LintOptions()) if finding.code in ("AF204", "AF209"))
-    assert (reported.code, reported.severity, reported.why) == ("AF209", "warning", f"Accelerate reads it as {taken}")
+    reported = finding("AF209", text, tmp_path)
+    assert (reported.severity, reported.why) == ("warning", f"Accelerate reads it as {taken}")
+    assert "AF204" not in codes_of(subject(text))
 
 
 @pytest.mark.parametrize("key", ["use_cpu", "same_network", "enable_cpu_affinity"])
 def test_which_booleans_at_the_top_stop_it(key: str, tmp_path: Path) -> None:
     """AF204 says "Accelerate stops" where it does: `use_cpu` without an engine."""
     alone = "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_machines: 1\nnum_processes: 1\n"
-    for text in (EIGHT, alone):
-        path = tmp_path / "checked.yaml"
-        path.write_text(text + f"{key}: 1000\n")
-        codes = {finding.code for finding in linter.lint(path, linter.LintOptions())}
-        if key == "use_cpu" and text == alone:
-            with pytest.raises(Exception, match="invalid truth value 1000"):
-                accelerate_takes(path.read_text(), tmp_path)
-            assert "AF204" in codes
-        else:
-            accelerate_takes(path.read_text(), tmp_path)
-            assert "AF204" not in codes
-            assert codes
+    for text in (f"{EIGHT}{key}: 1000\n", f"{alone}{key}: 1000\n"):
+        stops = key == "use_cpu" and text.startswith(alone)
+        with pytest.raises(Exception, match="invalid truth value 1000") if stops else contextlib.nullcontext():
+            accelerate_takes(text, tmp_path)
+        codes = codes_of(subject(text))
+        assert ("AF204" in codes) == stops
+        assert codes
 
 
 @pytest.mark.parametrize("keys", [("offload_params", "fsdp_offload_params"), ("fsdp_offload_params", "offload_params")])
 def test_the_last_of_two_spellings_wins(keys: tuple[str, str], tmp_path: Path) -> None:
     text = EIGHT + f"  {keys[0]}: false\n  {keys[1]}: true\n"
     assert accelerate_takes(text, tmp_path)["FSDP_OFFLOAD_PARAMS"] == "true"
-    (tmp_path / "two.yaml").write_text(text)
-    (reported,) = (
-        finding for finding in linter.lint(tmp_path / "two.yaml", linter.LintOptions()) if finding.code == "AF108"
-    )
+    reported = finding("AF108", text, tmp_path)
     assert (reported.edits, "wins: True" in reported.why) == ((), True)
 
 
@@ -318,13 +306,11 @@ def test_fp8_keys_that_accelerate_config_writes_in_vain(key: str, value: Any, tm
         environment = accelerate_takes(text, tmp_path)
     name = MISNAMED[f"fp8_{key}"]
     assert environment[f"ACCELERATE_{name.upper()}"] != str(value)
-    path = tmp_path / "fp8.yaml"
-    path.write_text(text)
-    assert [
-        finding.code for finding in linter.lint(path, linter.LintOptions(fix=True)) if finding.severity != "note"
-    ] == []
+    assert [finding.code for finding in findings(text, tmp_path, fix=True) if finding.severity != "note"] == []
     with mock.patch("accelerate.utils.launch.is_fp8_available", return_value=True):
-        assert accelerate_takes(path.read_text(), tmp_path)[f"ACCELERATE_{name.upper()}"] == str(value)
+        assert accelerate_takes((tmp_path / "checked.yaml").read_text(), tmp_path)[f"ACCELERATE_{name.upper()}"] == str(
+            value
+        )
 
 
 BY_FLAG = {field.key: field for field in BY_NAME.values()}
@@ -406,20 +392,16 @@ def test_who_else_knows_the_address_of_several_machines_is_said(
 
 @pytest.mark.parametrize("word", ["NO", "off", "false"])
 def test_a_bare_no_is_named_and_quoted(word: str, tmp_path: Path) -> None:
-    path = tmp_path / "a.yaml"
-    path.write_text(f"distributed_type: {word}\nnum_processes: 1\nmixed_precision: {word.lower()}\n")
-    texts = {finding.code: finding.what for finding in linter.lint(path, linter.LintOptions())}
+    text = f"distributed_type: {word}\nnum_processes: 1\nmixed_precision: {word.lower()}\n"
+    texts = {finding.code: finding.what for finding in findings(text, tmp_path)}
     assert f"distributed_type: {word} without quotes" in texts["AF208"]
     assert f"mixed_precision: {word.lower()} without quotes" in texts["AF201"]
-    assert linter.lint(path, linter.LintOptions(fix=True)) == []
-    assert yaml.safe_load(path.read_text()) == {"distributed_type": "NO", "num_processes": 1, "mixed_precision": "no"}
+    assert repaired(text, tmp_path) == {"distributed_type": "NO", "num_processes": 1, "mixed_precision": "no"}
 
 
 def repaired(text: str, folder: Path) -> Any:
-    path = folder / "fixed.yaml"
-    path.write_text(text)
-    linter.lint(path, linter.LintOptions(fix=True))
-    return yaml.safe_load(path.read_text())
+    findings(text, folder, fix=True)
+    return yaml.safe_load((folder / "checked.yaml").read_text())
 
 
 @pytest.mark.parametrize(
@@ -436,9 +418,7 @@ def repaired(text: str, folder: Path) -> Any:
 def test_what_is_no_sure_typo_is_not_renamed(section: str, key: str, meant: str, tmp_path: Path) -> None:
     text = f"distributed_type: FSDP\nnum_processes: 2\n{section}: {{{key}: 2}}\n"
     assert repaired(text, tmp_path)[section][key] == 2
-    (reported,) = (
-        finding for finding in linter.lint(tmp_path / "fixed.yaml", linter.LintOptions()) if finding.code == "AF103"
-    )
+    reported = finding("AF103", text, tmp_path)
     assert ("Did you mean" in reported.what) == bool(meant)
     assert not meant or f"Did you mean {meant}?" in reported.what
 
@@ -481,7 +461,7 @@ def test_a_choice_between_versions_is_left_to_the_user(value: str, version: str,
     text = TOP + "fsdp_config:\n" + WRAP + f"  fsdp_reshard_after_forward: {value}\n"
     assert ("AF302" in codes_of(subject(text + version))) == (not version)  # Accelerate stops before it trains
     assert repaired(text + version, tmp_path) == yaml.safe_load(text)
-    by_code = {finding.code: finding for finding in linter.lint(tmp_path / "fixed.yaml", linter.LintOptions())}
+    by_code = {finding.code: finding for finding in findings(text, tmp_path)}
     for code in ("AF301", "AF302"):
         assert by_code[code].edits == ()
         assert "fsdp_version: 2" in by_code[code].fix
@@ -506,21 +486,13 @@ def test_reshard_under_fsdp1_keeps_its_meaning(rest: str, left: dict[str, Any], 
 def test_an_nvme_path_is_not_taken_away_from_its_device(tmp_path: Path) -> None:
     text = DS + "  zero_stage: 2\n  offload_param_device: nvme\n  offload_param_nvme_path: /local\n"
     assert repaired(text, tmp_path) == yaml.safe_load(text)
-    (reported,) = (
-        finding for finding in linter.lint(tmp_path / "fixed.yaml", linter.LintOptions()) if finding.code == "AF216"
-    )
-    assert "deepspeed_config_file" in reported.fix
-    assert "as above" not in reported.why
+    assert "deepspeed_config_file" in finding("AF216", text, tmp_path).fix
     useless = repaired(text.replace("nvme\n", "cpu\n"), tmp_path)["deepspeed_config"]
     assert "offload_param_nvme_path" not in useless
 
 
 def test_texts_say_what_is_there(tmp_path: Path) -> None:
-    path = tmp_path / "a.yaml"
-    path.write_text(TOP + "fsdp_config: {fsdp_version: 2}\n")
-    assert "is ignored" not in next(
-        finding.why for finding in linter.lint(path, linter.LintOptions()) if finding.code == "AF306"
-    )
+    assert "is ignored" not in finding("AF306", TOP + "fsdp_config: {fsdp_version: 2}\n", tmp_path).why
     assert "AF318" not in codes_of(subject(V1.replace("version: 1", "version: 3").replace("'no'", "bf16")))
     assert "AF314" in codes_of(subject(ZERO + "fsdp_config: {fsdp_version: 2}\n"))
     assert "AF314" not in codes_of(subject(ZERO + "fsdp_config: {}\n"))

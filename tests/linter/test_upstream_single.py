@@ -151,17 +151,6 @@ def test_arguments_beside_a_yaml_win_and_let_leftovers_through(arguments: Argume
 
 
 @pytest.mark.pain("P52")
-@pytest.mark.parametrize(
-    ("key", "value", "offloads"), [("offload_params", True, False), ("cpu_offload", "false", True)], ids=str
-)
-def test_the_arguments_have_a_dialect(key: str, value: Any, offloads: bool, arguments: Arguments) -> None:
-    """AF607: the YAML's name is dropped there, and the text false is true."""
-    args = arguments(fsdp=True, fsdp_config={key: value, "anything": 1})
-    assert args.fsdp_plugin_args.get("cpu_offload", False) is offloads
-    assert "anything" not in args.fsdp_plugin_args
-
-
-@pytest.mark.pain("P52")
 def test_an_fsdp_config_without_fsdp_is_ignored(arguments: Arguments) -> None:
     """AF607: half of the setting is nothing."""
     assert arguments(fsdp_config={"version": 2}).fsdp_plugin_args is None
@@ -288,14 +277,6 @@ def test_to_fsdp2_changes_what_a_strategy_means(strategy: Any, becomes: Any, plu
             plugin(2, fsdp_reshard_after_forward=becomes)
 
 
-@pytest.mark.pain("P71")
-def test_to_fsdp2_keeps_what_fsdp2_can_not_read() -> None:
-    """AF103, AF309: unknown keys and LOCAL_STATE_DICT."""
-    rest = {"fsdp_state_dict_type": "LOCAL_STATE_DICT", "fsdp_anything": 1}
-    new = convert_config_to_fsdp2({"fsdp_config": {"fsdp_version": 1, **rest}})
-    assert new["fsdp_config"] == {"fsdp_version": 2, **rest}
-
-
 @pytest.mark.pain("P80")
 def test_fsdp2_ignores_keys_of_fsdp1(plugin: Plugin, caplog: pytest.LogCaptureFixture) -> None:
     """AF305: in silence, except for backward prefetch."""
@@ -316,22 +297,6 @@ def test_bf16_in_the_arguments_beats_the_yaml(arguments: Arguments) -> None:
     """AF606: the YAML's answer was no."""
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
     assert arguments(bf16=True).mixed_precision == "bf16"
-
-
-@NO_ACCELERATOR
-@pytest.mark.pain("P81")
-def test_bf16_needs_an_accelerator_or_use_cpu(arguments: Arguments) -> None:
-    """AF606: and then a script that sets it for itself stops."""
-    with pytest.raises(ValueError, match="Your setup doesn't support bf16/gpu"):
-        arguments(bf16=True, use_cpu=False)
-
-
-@NO_ACCELERATOR
-@pytest.mark.pain("P82")
-def test_fsdp1_without_an_accelerator_can_not_sync(plugin: Plugin) -> None:
-    """What `cpu.enable` mends: the launcher's default asks for it."""
-    with pytest.raises(RuntimeError, match="There are currently no available devices found"):
-        plugin(1, fsdp_sync_module_states=True)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("test_upstream_*.py")), ids=lambda path: path.stem)
