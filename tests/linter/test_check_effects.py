@@ -44,15 +44,6 @@ def test_one_unit_of_the_whole_model_is_warned_of(text: str, spelt: str, tmp_pat
     assert after == (spelt if spelt.lower() == "no_wrap" else "TRANSFORMER_BASED_WRAP")
 
 
-@pytest.mark.parametrize("name", ["models.llama.modeling_llama.LlamaDecoderLayer", "a.B,c.D"])
-def test_a_class_with_its_module_is_no_class_of_the_model(name: str, tmp_path: Path) -> None:
-    text = V2.replace("LlamaDecoderLayer", name)
-    assert "AF206" in codes_of(subject(text))
-    findings(text, tmp_path, fix=True)
-    wanted = ",".join(part.rpartition(".")[2] for part in name.split(","))
-    assert yaml_file.load(tmp_path / "checked.yaml")["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] == wanted
-
-
 @pytest.mark.parametrize(
     ("address", "severity"),
     [

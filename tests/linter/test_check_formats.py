@@ -146,13 +146,8 @@ def test_the_flags_of_the_formats(repository: Path, capsys: pytest.CaptureFixtur
         outputs.append(json.loads(capsys.readouterr().out))
     assert outputs[0] == outputs[1] == outputs[2]
     assert list(outputs[0][0]) == KEYS
-    assert cli.call(["check", "--format", "text", "configs/bad, 50%.yaml"]) == 1
-    texts = capsys.readouterr()
-    assert cli.call(["check", "configs/bad, 50%.yaml"]) == 1
-    assert capsys.readouterr() == texts
-    for other in ("text", "sarif"):
-        with pytest.raises(UsageError, match=f"--json and --format {other}"):
-            cli.call(["check", "--json", "--format", other, "configs/good.yaml"])
+    with pytest.raises(UsageError, match="--json and --format text"):
+        cli.call(["check", "--json", "--format", "text", "configs/good.yaml"])
     with pytest.raises(UsageError, match="Did you mean sarif"):
         cli.call(["check", "--format", "sarf", "configs/good.yaml"])
 

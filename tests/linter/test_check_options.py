@@ -104,6 +104,7 @@ def test_torchrun_with_our_script_that_reads_the_file(tmp_path: Path) -> None:
         ("DownBlock CrossDownBlock", "DownBlock CrossDownBlock"),
         ("[DownBlock, 'Cross UpBlock']", ["DownBlock", "Cross UpBlock"]),
         ("DownBlock, a.b.UpBlock", "DownBlock,UpBlock"),
+        ("models.llama.modeling_llama.LlamaDecoderLayer", "LlamaDecoderLayer"),
     ],
 )
 def test_no_repair_loses_a_layer_class(names: str, left: object, tmp_path: Path) -> None:

@@ -407,10 +407,8 @@ def repaired(text: str, folder: Path) -> Any:
 @pytest.mark.parametrize(
     ("section", "key", "meant"),
     [
-        ("fsdp_config", "fsdp_device_mesh", ""),
-        ("fsdp_config", "fsdp_offload_optimizer", ""),
+        *(("fsdp_config", key, "") for key in ("fsdp_device_mesh", "fsdp_offload_optimizer", "fsdp_mixed_precision")),
         ("fsdp_config", "fsdp_cpu_ram", "fsdp_cpu_ram_efficient_loading"),
-        ("fsdp_config", "fsdp_mixed_precision", ""),
         ("parallelism_config", "parallelism_config_pp_size", "parallelism_config_tp_size"),
         ("deepspeed_config", "zero2_init_flag", "zero3_init_flag"),
     ],
@@ -418,18 +416,15 @@ def repaired(text: str, folder: Path) -> Any:
 def test_what_is_no_sure_typo_is_not_renamed(section: str, key: str, meant: str, tmp_path: Path) -> None:
     text = f"distributed_type: FSDP\nnum_processes: 2\n{section}: {{{key}: 2}}\n"
     assert repaired(text, tmp_path)[section][key] == 2
-    reported = finding("AF103", text, tmp_path)
-    assert ("Did you mean" in reported.what) == bool(meant)
-    assert not meant or f"Did you mean {meant}?" in reported.what
+    what = finding("AF103", text, tmp_path).what
+    assert f"Did you mean {meant}?" in what if meant else "Did you mean" not in what
 
 
 @pytest.mark.parametrize(
     ("key", "meant", "value"),
     [
-        ("fsdp_ofload_params", "fsdp_offload_params", True),
         ("fsdp_verison", "fsdp_version", 2),
         ("fsdp_auto_wrap_polcy", "fsdp_auto_wrap_policy", "NO_WRAP"),
-        ("fsdp_sharding_stategy", "fsdp_sharding_strategy", 2),
         ("use_orig_param", "fsdp_use_orig_params", True),
     ],
 )
@@ -437,16 +432,12 @@ def test_a_sure_typo_is_renamed(key: str, meant: str, value: Any, tmp_path: Path
     """And what it says stays, though other rules miss the key that was meant."""
     text = f"distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {{{key}: {value}}}\n"
     section = repaired(text, tmp_path)["fsdp_config"]
-    assert section[meant] == value
-    assert key not in section
+    assert (section[meant], key in section) == (value, False)
 
 
 @pytest.mark.parametrize(
     ("key", "kind"),
-    [
-        *(("ddp_config", "MULTI_GPU"), ("ddp_config", "FSDP"), ("dp_config", "FSDP"), ("fp_config", "FSDP")),
-        *(("fdsp_config", "MULTI_GPU"), ("deepsped_config", "FSDP")),
-    ],
+    [("ddp_config", "MULTI_GPU"), ("dp_config", "FSDP"), ("fdsp_config", "MULTI_GPU"), ("deepsped_config", "FSDP")],
 )
 def test_a_section_of_something_else_is_not_renamed(key: str, kind: str, tmp_path: Path) -> None:
     text = f"distributed_type: {kind}\nnum_processes: 2\n{key}: {{a: 1}}\n"
