@@ -292,7 +292,7 @@ def launch(args: Any, wait_seconds: float = 600.0, hang_seconds: float | None = 
         return code
     except subprocess.CalledProcessError as error:
         return _show_end("DeepSpeed's launcher", error.returncode)
-    except ImportError as error:  # DeepSpeed
+    except (ImportError, ValueError) as error:  # no DeepSpeed, or no GPUs for torchrun to count
         raise _refusal(args.config_file, error) from error
     except SignalException as error:
         print(f"\naccel-fsdp: ended by {error.sigval.name}", file=sys.stderr)

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import reference_docs
+import torch
 import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import (
@@ -351,6 +352,15 @@ def test_launch_ends_in_one_error_message(line: str, tmp_path: Path) -> None:
     assert line.partition(":")[0] in finished.output
     with pytest.raises(UserError, match="Accelerate refuses"):
         jobs.launch(jobs.launcher_args(path, script, ()))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_gpus_that_are_not_there_cannot_be_counted(tmp_path: Path) -> None:
+    (path := tmp_path / "a.yaml").write_text(EIGHT.replace("es: 8", "es: gpu"))
+    (script := tmp_path / "train.py").write_text("")
+    finished = accel_fsdp("launch", "--cpu", path, script)
+    assert (finished.code, "Traceback" in finished.output) == (1, False)
+    assert "Cuda is not available" in finished.output
 
 
 @pytest.mark.parametrize("launcher", ["pdsh", "openmpi", "mvapich", "mpich", "slurm", "nossh", ""])
