@@ -97,26 +97,6 @@ def pure_bf16(folder: Path) -> Any:
     return seen
 
 
-def adapters_recomputed(folder: Path) -> Any:
-    """The error of a bf16 step with recomputed adapters, by when FSDP1 gathers the next unit for backward."""
-    engine = {"fsdp_activation_checkpointing": True}
-    cases = {
-        "fsdp1, before": {**V1, **engine, "fsdp_backward_prefetch": "BACKWARD_PRE"},
-        "fsdp1, after": {**V1, **engine, "fsdp_backward_prefetch": "BACKWARD_POST"},
-        "fsdp1, when used": {**V1, **engine},
-        "fsdp2": {**V2, **engine},
-    }
-    seen = {}
-    for name, settings in cases.items():
-        trainer = make_trainer(folder / name, lora(target_modules="all-linear"), settings, "bf16", max_steps=1)
-        try:
-            trainer.train()
-            seen[name] = ""
-        except torch.utils.checkpoint.CheckpointError as error:
-            seen[name] = str(error).splitlines()[0]
-    return seen
-
-
 def rope_buffers(folder: Path) -> Any:
     seen = {}
     for name, settings in {"fsdp1": V1, "fsdp2": V2}.items():

@@ -223,14 +223,6 @@ def test_command(tmp_path: Path) -> None:
     assert "launcher always exports" in accel_fsdp("check", "--explain", "af302").output
 
 
-def test_json_is_for_programs(tmp_path: Path) -> None:
-    bad = tmp_path / "bad.yaml"
-    bad.write_text(V2 + "  fsdp_ofload_params: true\n")
-    command = [sys.executable, "-m", "accel_fsdp", "check", str(bad), "--json"]
-    (finding,) = json.loads(run(command).output)
-    assert (finding["code"], finding["line"], finding["severity"], finding["fixable"]) == ("AF103", 8, "error", True)
-
-
 def test_an_unreadable_file_hides_nothing(tmp_path: Path) -> None:
     bad, none = tmp_path / "bad.yaml", tmp_path / "none.yaml"
     bad.write_text(V2 + "  fsdp_ofload_params: true\n")
@@ -255,10 +247,6 @@ def test_a_model_that_cannot_be_read(tmp_path: Path) -> None:
     assert finished.code == 2
     assert "--layer-class" not in finished.output
     assert "error: cannot read the config of nope/none" in finished.output
-
-
-def test_help_shows_no_empty_default() -> None:
-    assert "(default: )" not in accel_fsdp("check", "--help").output
 
 
 @pytest.mark.parametrize("content", [None, b"just prose", b"", b"don't", b"\xff\xfe", b"- a\n- b\n"])

@@ -1,6 +1,5 @@
 """Odd files and the linter: it ends soon, without a traceback, and its repairs never make a file worse."""
 
-import io
 import os
 import time
 from pathlib import Path
@@ -100,17 +99,6 @@ def test_what_is_no_file_ends_well(place: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         linter.lint(path, linter.LintOptions())
     assert len(os.listdir("/proc/self/fd")) == opened
-
-
-def test_stdin_is_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    class Piped:
-        buffer = io.BytesIO((V2 + "  fsdp_ofload_params: true\n").encode())
-
-    monkeypatch.setattr("sys.stdin", Piped())
-    assert linter.lint_all(linter.CheckCommand(files=(Path("-"),))) == 1
-    assert "-:8: error AF103" in capsys.readouterr().out
-    with pytest.raises(UsageError, match="--fix -"):
-        linter.lint_all(linter.CheckCommand(files=(Path("-"),), fix=True))
 
 
 @pytest.mark.parametrize("code", ["(" * 200_000, "x = " + "-" * 100_000 + "1", "x = 1" + " + 1" * 100_000])

@@ -95,6 +95,8 @@ REFUSED: dict[str, tuple[str, str]] = {
     "port below the first": ("AF212", EIGHT + "main_process_port: -1\n"),
     "no such backend": ("AF203", EIGHT + "dynamo_config: {dynamo_backend: INDUCTR}\n"),
     "no such backend, short": ("AF203", EIGHT + "dynamo_config: {backend: INDUCTR}\n"),
+    "precision no": ("AF201", EIGHT.replace("'no'", "no")),
+    "a number of a GPU": ("AF207", DDP + "gpu_ids: 0\n"),
     "backend no": ("AF201", EIGHT + "dynamo_config: {dynamo_backend: no}\n"),
     "graph": ("AF204", EIGHT + "dynamo_config: {dynamo_backend: eager, use_fullgraph: maybe}\n"),
     "mesh without a value": ("AF202", EIGHT + "parallelism_config: {parallelism_config_dp_shard_size: }\n"),

@@ -49,25 +49,6 @@ def test_two_machines_without_an_address_meet_nowhere(tmp_path: Path) -> None:
     assert args.rdzv_endpoint == "None:29500"
 
 
-@pytest.mark.pain("P48")
-def test_gpu_ids_must_be_text(tmp_path: Path) -> None:
-    """AF207: a number stops the launcher."""
-    with pytest.raises(AttributeError, match="'int' object has no attribute 'split'"):
-        parse(tmp_path, fsdp_config={}, gpu_ids=0)
-
-
-@pytest.mark.pain("P63")
-def test_a_bare_no_stops_the_launcher(tmp_path: Path) -> None:
-    """AF201: YAML 1.1 makes it false, and nothing turns it back."""
-    path = tmp_path / "bare.yaml"
-    path.write_text(
-        yaml.safe_dump({**MINIMAL, "fsdp_config": {}}).replace("mixed_precision: 'no'", "mixed_precision: no")
-    )
-    args = launch_command_parser().parse_args(["--config_file", str(path), __file__])
-    with pytest.raises(AttributeError, match="'bool' object has no attribute 'lower'"):
-        prepare_multi_gpu_env(_validate_launch_command(args)[0])
-
-
 @pytest.mark.pain("P83")
 @pytest.mark.parametrize("kind", ["FSDP", "MULTI_GPU", "DEEPSPEED", "XLA"])
 def test_use_cpu_is_not_handed_on(kind: str, tmp_path: Path) -> None:

@@ -116,15 +116,6 @@ def test_each_rank_holds_a_full_float32_copy_before_it_shards(sharding: Seen) ->
     assert seen["bytes"] == 4 * seen["elements"]
 
 
-@pytest.mark.pain("P107")
-def test_fsdp1_recomputes_adapters_in_another_dtype(sharding: Seen) -> None:
-    """FSDP's own checkpointing with BACKWARD_PRE, the wizard's choice; FSDP2 gathers nothing early."""
-    seen = same(sharding["adapters_recomputed"])
-    (stopped,) = (name for name, error in seen.items() if error)
-    assert stopped == "fsdp1, before"
-    assert "have different metadata than during the forward pass" in seen[stopped]
-
-
 @pytest.mark.pain("P15")
 def test_fsdp1_rounds_rope_frequencies(sharding: Seen) -> None:
     """AF318: FSDP1 casts buffers to bf16, FSDP2 leaves 10 ** -0.5 in float32."""

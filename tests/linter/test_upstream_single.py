@@ -84,26 +84,10 @@ def on_meta(kind: str) -> torch.nn.Module:
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind))
 
 
-@pytest.mark.pain("P04")
-def test_the_plugin_takes_the_exported_strategy(plugin: Plugin) -> None:
-    """AF302: it looks at `fsdp_reshard_after_forward` only without a strategy, and the launcher always exports one."""
-    fsdp_plugin = plugin(1, fsdp_reshard_after_forward="NO_SHARD")
-    assert fsdp_plugin.sharding_strategy is ShardingStrategy.FULL_SHARD
-
-
 @pytest.mark.pain("P06")
 def test_a_missing_version_means_2_in_the_arguments(arguments: Arguments) -> None:
     """AF301: the same omission means 1 in the YAML."""
     assert arguments(fsdp=True, fsdp_config={}).fsdp_plugin_args["fsdp_version"] == 2
-
-
-@pytest.mark.pain("P09")
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_layer_class_without_a_policy_is_ignored(version: int, plugin: Plugin) -> None:
-    """AF306: no policy means NO_WRAP, and the class is not even read."""
-    fsdp_plugin = plugin(version, fsdp_transformer_layer_cls_to_wrap="LlamaDecoderLayer")
-    assert fsdp_plugin.auto_wrap_policy is None
-    assert fsdp_plugin.transformer_cls_names_to_wrap is None
 
 
 @pytest.mark.pain("P10")
