@@ -224,9 +224,7 @@ def test_launch_lints_the_scripts_arguments(tmp_path: Path, capsys: pytest.Captu
     ("text", "warned"),
     [
         ("trainer.train()\ntrainer.save_model()\n", True),
-        ("from accel_fsdp.ranks import cpu\ncpu.enable()\ntrainer.save_model()\n", True),
         ("from accel_fsdp.training import SftTrainer\ntrainer.save_model()\n", False),
-        ("trainer.accelerator.state.fsdp_plugin.set_state_dict_type('X')\ntrainer.save_model()\n", False),
         ("#!/bin/sh\nexec python train.py # trainer.save_model()\n", False),
         ("trainer.save_model()\0\n", False),
     ],

@@ -17,7 +17,6 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
 from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
@@ -32,7 +31,6 @@ from accel_fsdp import linter  # noqa: F401 (rules register)
 from accel_fsdp.errors import UserError
 from accel_fsdp.linter.rules import RULES
 
-NO_ACCELERATOR = pytest.mark.skipif(torch.accelerator.is_available(), reason="about machines without an accelerator")
 LAYERWISE = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
 ONLY_CPU = {"fsdp_cpu_ram_efficient_loading": False, "fsdp_sync_module_states": False}
 
@@ -221,31 +219,6 @@ def test_the_launcher_checks_a_key_that_fsdp2_does_not_use(tmp_path: Path) -> No
         environment(tmp_path, fsdp_config={"fsdp_version": 2, "fsdp_sync_module_states": False})
     seen = environment(tmp_path, fsdp_config={"fsdp_version": 2, "fsdp_sync_module_states": "false"})
     assert (seen["FSDP_SYNC_MODULE_STATES"], seen["FSDP_CPU_RAM_EFFICIENT_LOADING"]) == ("false", "true")
-
-
-@NO_ACCELERATOR
-@pytest.mark.pain("P69", "P82")
-def test_fsdp1_syncs_nevertheless(plugin: Plugin) -> None:
-    """AF311: where the text 'false' slipped past the launcher, the plugin turns it on again, and needs a device."""
-    with (
-        pytest.warns(UserWarning, match="Setting sync_module_states to True"),
-        pytest.raises(RuntimeError, match="There are currently no available devices found"),
-    ):
-        plugin(1, fsdp_sync_module_states="false", fsdp_cpu_ram_efficient_loading=True)
-
-
-@pytest.mark.pain("P40", "P71")
-@pytest.mark.parametrize(
-    ("strategy", "becomes"),
-    [("FULL_SHARD", True), ("HYBRID_SHARD", True), ("NO_SHARD", False), (2, 2), ("full_shard", "full_shard")],
-)
-def test_to_fsdp2_changes_what_a_strategy_means(strategy: Any, becomes: Any, plugin: Plugin) -> None:
-    """AF303, AF304: hybrid becomes full, none becomes sharded, a number or small letters stop the ranks."""
-    new = convert_config_to_fsdp2({"fsdp_config": {"fsdp_version": 1, "fsdp_sharding_strategy": strategy}})
-    assert new["fsdp_config"] == {"fsdp_version": 2, "fsdp_reshard_after_forward": becomes}
-    if not isinstance(becomes, bool):
-        with pytest.raises(ValueError, match="invalid truth value"):
-            plugin(2, fsdp_reshard_after_forward=becomes)
 
 
 @pytest.mark.pain("P80")
