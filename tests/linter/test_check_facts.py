@@ -9,6 +9,8 @@ from checking import DDP, LLAMA, MESH, TOP, V1, V2, codes_of, subject
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from accel_fsdp.checkpoints import store
+from accel_fsdp.errors import UserError
 from accel_fsdp.linter import Sources, read_subject
 from accel_fsdp.linter.rules import RULES, Subject, run
 
@@ -247,6 +249,12 @@ def test_which_adapters_on_a_tied_weight_stop(text: str, args: str, fires: bool)
     """As `test_adapters_on_tied_embeddings_fail_under_fsdp2` sees them end."""
     assert ("AF622" in codes_of(on(text, TIED, args))) == fires
     assert "AF622" not in codes_of(on(text, LLAMA, args))
+
+
+def test_a_store_refuses_a_password() -> None:
+    """AF638: when train/sft.py opens it."""
+    with pytest.raises(UserError, match="holds a password or a signature"):
+        store.Store("s3://id:key@bucket/run")
 
 
 def test_rule_is_silent_where_the_script_is_ours() -> None:
