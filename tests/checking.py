@@ -1,15 +1,13 @@
 """YAML texts and facts that the linter's tests share."""
 
 import ast
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from accel_fsdp import (
-    command_line,
-    linter,  # noqa: F401 (rules register)
-)
-from accel_fsdp.linter.rules import ScriptFacts, Subject
+from accel_fsdp import command_line, linter
+from accel_fsdp.linter.rules import Finding, ScriptFacts, Subject
 from accel_fsdp.linter.rules import run as run_rules
 from accel_fsdp.models import LayerClass, ModelFacts
 
@@ -41,6 +39,18 @@ def subject(text: str, args: str = "", **more: Any) -> Subject:
 
 def script(text: str) -> ScriptFacts:
     return ScriptFacts("train.py", ast.parse(text))
+
+
+def findings(text: str, folder: Path, **options: Any) -> list[Finding]:
+    """The findings of a file with this text."""
+    (path := folder / "checked.yaml").write_text(text)
+    return linter.lint(path, linter.LintOptions(**options))
+
+
+def finding(code: str, text: str, folder: Path) -> Finding:
+    """The only finding of a rule."""
+    (only,) = (finding for finding in findings(text, folder) if finding.code == code)
+    return only
 
 
 def codes_of(subject: Subject) -> set[str]:

@@ -13,6 +13,7 @@ from known_issues import PAINS, UNSEEN
 from accel_fsdp import api, atomic_files, linter
 from accel_fsdp.config import BY_NAME, EXACT, FIELDS, NUMBERED, Engine, Field, Kind, full_name, short_name
 from accel_fsdp.linter.rules import SECTIONS
+from accel_fsdp.linter.rules.values import ALL_OF_A_MACHINE
 from accel_fsdp.models import CAUSAL, catalogue, model_facts
 from accel_fsdp.planner import html_report, svg
 from accel_fsdp.prediction import trace_store
@@ -64,6 +65,8 @@ def _property(field: Field) -> dict[str, Any]:
         Kind.NAMES: {"type": "string", "pattern": r"^\S+$"},
     }
     shape = types.get(field.kind, {})
+    if field.key == "num_processes":
+        shape = {"anyOf": [shape, {"enum": list(ALL_OF_A_MACHINE)}]}
     if field.choices:
         choices: list[str | int] = [*field.choices, *NUMBERED.get(field.key, ())]
         choices += [int(choice) for choice in choices if choice.isdecimal()]
@@ -106,7 +109,8 @@ def rules_page() -> str:
 
 
 OWNERS = {"accelerate": "huggingface", "transformers": "huggingface", "pytorch": "pytorch", "ms-swift": "modelscope"}
-OWNERS |= {"bitsandbytes": "bitsandbytes-foundation", "ViewDiff": "facebookresearch"}
+OWNERS |= {"bitsandbytes": "bitsandbytes-foundation", "ViewDiff": "facebookresearch", "trl": "huggingface"}
+OWNERS |= {"DeepSpeed": "deepspeedai", "LlamaFactory": "hiyouga"}
 
 
 def _linked(seen: str) -> str:
@@ -189,7 +193,7 @@ def shipped() -> dict[str, str]:
 
 
 def covered() -> dict[str, list[str]]:
-    return {pain: [rule.code for rule in linter.all_rules() if pain in rule.pains] for pain in PAINS}
+    return {pain: [rule.code for rule in linter.all_rules() if pain in rule.seen] for pain in PAINS}
 
 
 def coverage_page() -> str:

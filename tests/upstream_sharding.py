@@ -97,26 +97,6 @@ def pure_bf16(folder: Path) -> Any:
     return seen
 
 
-def adapters_recomputed(folder: Path) -> Any:
-    """The error of a bf16 step with recomputed adapters, by when FSDP1 gathers the next unit for backward."""
-    engine = {"fsdp_activation_checkpointing": True}
-    cases = {
-        "fsdp1, before": {**V1, **engine, "fsdp_backward_prefetch": "BACKWARD_PRE"},
-        "fsdp1, after": {**V1, **engine, "fsdp_backward_prefetch": "BACKWARD_POST"},
-        "fsdp1, when used": {**V1, **engine},
-        "fsdp2": {**V2, **engine},
-    }
-    seen = {}
-    for name, settings in cases.items():
-        trainer = make_trainer(folder / name, lora(target_modules="all-linear"), settings, "bf16", max_steps=1)
-        try:
-            trainer.train()
-            seen[name] = ""
-        except torch.utils.checkpoint.CheckpointError as error:
-            seen[name] = str(error).splitlines()[0]
-    return seen
-
-
 def rope_buffers(folder: Path) -> Any:
     seen = {}
     for name, settings in {"fsdp1": V1, "fsdp2": V2}.items():
@@ -125,17 +105,6 @@ def rope_buffers(folder: Path) -> Any:
         frequencies = next(buffer for key, buffer in model.named_buffers() if key.endswith("rotary_emb.inv_freq"))
         seen[name] = [str(frequencies.dtype), frequencies[1].item()]
     return seen
-
-
-def size_based_checkpointing(folder: Path) -> Any:
-    sized = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 8000}
-    settings = {**_without(V1, "fsdp_auto_wrap_policy"), **sized, "fsdp_activation_checkpointing": True}
-    _, model, _ = prepared(llama(), settings)
-    wrappers = [module for module in model.modules() if type(module).__name__ == "CheckpointWrapper"]
-    return {
-        "units": units(model),
-        "checkpointed": [type(wrapper._checkpoint_wrapped_module).__name__ for wrapper in wrappers],
-    }
 
 
 def size_based(folder: Path) -> Any:
@@ -173,14 +142,6 @@ def mixed_dtypes(folder: Path) -> Any:
         return raised(lambda: step(prepared(model, settings, precision)[1]))
 
     return {f"{v['fsdp_version']}-{p}": attempt(v, p) for v in (V1, V2) for p in ("no", "bf16")}
-
-
-def adafactor(folder: Path) -> Any:
-    def attempt(settings: dict[str, Any], optim: str) -> str:
-        return raised(make_trainer(folder, llama(), settings, optim=optim, max_steps=1).train)
-
-    others = {optim: attempt(V2, optim) for optim in ("sgd", "rmsprop", "adamw_torch")}
-    return {"fsdp1": attempt(V1, "adafactor"), "fsdp2": attempt(V2, "adafactor"), **others}
 
 
 def optimizers(folder: Path) -> Any:

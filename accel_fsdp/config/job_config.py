@@ -73,7 +73,9 @@ class JobConfig:
 
     @cached_property
     def other_tool(self) -> str:
-        """The tool that the configuration belongs to, if it isn't Accelerate; else empty."""
+        """The tool that the configuration belongs to, if it isn't `accelerate launch`; else empty."""
+        if self.values.get("compute_environment") == "AMAZON_SAGEMAKER":
+            return "SageMaker"
         marks = {tool: len(keys & self.values.keys()) for tool, keys in OTHER_TOOLS.items()}
         if isinstance(self.values.get("fsdp"), str):  # the form that TrainingArguments use
             marks["a training script"] += 2

@@ -199,7 +199,7 @@ def distributed(args: Any) -> bool:
 def _has_torchruns_ranks(args: Any) -> bool:
     """Whether torchrun starts several ranks, here or on all machines."""
     by_deepspeed = args.use_deepspeed and args.num_machines > 1 and args.deepspeed_multinode_launcher != "standard"
-    return distributed(args) and args.num_processes > 1 and not by_deepspeed
+    return distributed(args) and args.num_processes not in (0, 1) and not by_deepspeed
 
 
 def rank_environment(config_file: Path, script: Path) -> dict[str, str]:
@@ -292,7 +292,7 @@ def launch(args: Any, wait_seconds: float = 600.0, hang_seconds: float | None = 
         return code
     except subprocess.CalledProcessError as error:
         return _show_end("DeepSpeed's launcher", error.returncode)
-    except ImportError as error:  # DeepSpeed
+    except (ImportError, ValueError) as error:  # no DeepSpeed, or no GPUs for torchrun to count
         raise _refusal(args.config_file, error) from error
     except SignalException as error:
         print(f"\naccel-fsdp: ended by {error.sigval.name}", file=sys.stderr)

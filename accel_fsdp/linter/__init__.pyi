@@ -9,7 +9,6 @@ from .command import with_folders as with_folders
 from .flags import CheckCommand as CheckCommand
 from .flags import LintOptions as LintOptions
 from .flags import Sources as Sources
-from .formats import summary as summary
 from .inputs import command_words as command_words
 from .inputs import completed as completed
 from .inputs import from_header as from_header

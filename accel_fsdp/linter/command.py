@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from accel_fsdp import atomic_files, console
 from accel_fsdp.config import ReadConfig, yaml_file
@@ -114,10 +115,17 @@ def lint(
     if options.fix:
         _repair(path, options, given, ignored)
     subject, document = read_subject(path, options, given, read, completes)
-    findings = list(_kept(locate(run(subject), document), subject.source, ignored))
+    findings = _findings(subject, document, ignored)
     if subject.doubled:  # an edit of one of the two keys would leave the other
         findings = [replace(finding, edits=()) for finding in findings]
     return sorted(findings, key=lambda finding: (finding.line or 0, finding.code))
+
+
+def _findings(subject: Subject, document: Any, ignored: set[str]) -> list[Finding]:
+    """The findings with their lines, or with the flags of `accelerate launch` that replace the file's values."""
+    flags = {key: f"--{key}" for key in subject.launcher}
+    findings = _kept(locate(run(subject), document), subject.source, ignored)
+    return [_with_source(finding, flags.get(finding.key.rpartition(".")[2], "")) for finding in findings]
 
 
 def _ignored_codes(text: str | None) -> set[str]:
@@ -178,8 +186,9 @@ def _with_source(finding: Finding, source: str) -> Finding:
         return finding
     if not source.startswith("--"):
         return replace(finding, what=f"{finding.what} (from {source})", line=None, column=None)
-    what, fix = finding.what.replace(f"{finding.key}:", source), finding.fix.replace(finding.key, source)
-    return replace(finding, what=what, fix=fix, line=None, column=None)
+    key = finding.key.rpartition(".")[2]
+    what, fix = finding.what.replace(f"{key}:", source), finding.fix.replace(key, source)
+    return replace(finding, what=what, fix=fix, line=None, column=None, edits=())
 
 
 def _repair(path: Path, options: LintOptions, given: Subject, ignored: set[str]) -> None:
@@ -192,7 +201,7 @@ def _repair(path: Path, options: LintOptions, given: Subject, ignored: set[str])
         subject, document = read_subject(path, options, given)
         if subject.doubled:
             return
-        findings = list(_kept(locate(run(subject), document), subject.source, ignored))
+        findings = _findings(subject, document, ignored)
         names = [finding for finding in findings if finding.edits and finding.code in NAMES]
         if not repair(document, names or findings):
             break

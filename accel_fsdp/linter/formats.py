@@ -51,7 +51,7 @@ def show(read: Read, unread: Unread, output: Format) -> None:
         for name, finding in rows:
             console.put(annotation(name, finding), lines=True)
         for path, findings in read.items():
-            _say_summary(path, findings)
+            console.say(f"{path}: {summary(findings)}")
     else:
         content = [_as_json(*row) for row in rows] if output == "json" else sarif(rows)
         console.put(json.dumps(content, indent=2), lines=True)
@@ -78,10 +78,6 @@ def show_text(path: Path, findings: list[Finding], print_row: Callable[..., None
         print_row(f"{place}: {finding.severity} {finding.code}: {finding.what}", style=COLOURS[finding.severity])
         print_row(f"  why: {finding.why}")
         print_row(f"  fix: {_fix(finding)}")
-    _say_summary(path, findings)
-
-
-def _say_summary(path: Path, findings: list[Finding]) -> None:
     console.say(f"{path}: {summary(findings)}")
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from accel_fsdp import command_line, console
-from accel_fsdp.config import ReadConfig, header, read_config, yaml_checks, yaml_file
-from accel_fsdp.errors import NotInstalled, UsageError, UserError, versions_of
+from accel_fsdp.config import BY_NAME, Kind, ReadConfig, full_name, header, read_config, yaml_checks, yaml_file
+from accel_fsdp.errors import UsageError, UserError, versions_of
 from accel_fsdp.linter.flags import Sources
 from accel_fsdp.linter.rules import ScriptFacts, Subject
 from accel_fsdp.models import ModelFacts
@@ -116,11 +116,9 @@ def _read_model(name: str) -> ModelFacts:
 
     try:
         return read_model(name)
-    except NotInstalled as error:
+    except UserError as error:
         error.exit_code = UsageError.exit_code  # 1 would mean that the files were read and have errors
         raise
-    except UserError as error:
-        raise UsageError(error.what, why=error.why, fix=error.fix) from error
 
 
 def read_subject(
@@ -147,13 +145,27 @@ def read_subject(
         given = _with_command(given, words, {**in_header, **(given.args or {})})
     subject = replace(
         given,
-        values=job.values,
+        values=_with_flags(job.values, given.launcher),
         source=job.source,
         absent=job.absent,
         doubled=job.doubled,
         versions=versions_of(LIBRARIES),
     )
     return subject, document
+
+
+def _with_flags(values: Mapping[str, Any], flags: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The values that the launcher takes: its flags win over the file, unless they are a shell's variables."""
+    for (section, key), field in BY_NAME.items():
+        flag, is_number = flags.get(key), field.kind is Kind.INT
+        if flag is None or "$" in str(flag) or (is_number and not str(flag).isdecimal()):
+            continue
+        content = values.get(section) if section else values
+        others = content.items() if isinstance(content, Mapping) else ()
+        replaced = {name: value for name, value in others if full_name(section, str(name)) != key}
+        replaced[key] = int(flag) if is_number else flag
+        values = {**values, section: replaced} if section else replaced
+    return values
 
 
 def _script_text(path: Path) -> str:

@@ -1,6 +1,5 @@
 """Odd files and the linter: it ends soon, without a traceback, and its repairs never make a file worse."""
 
-import io
 import os
 import time
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from checking import DDP, V2
+from checking import DDP, V2, codes_of, findings, subject
 from conftest import SFT
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,7 +25,6 @@ ODD: dict[str, bytes] = {
     "a section of aliases": (BOMB + V2.replace("fsdp_version: 2", "fsdp_version: *a11")).encode(),
     "a list that holds itself": V2.encode() + b"gpu_ids: &a [*a]\n",
     "a section that holds itself": b"distributed_type: FSDP\nfsdp_config: &a {version: 2, ignored_modules: *a}\n",
-    "deep blocks": b"gpu_ids:\n  " + b"- " * 3000 + b"1\n",
     "merge keys": b"x: &x {fsdp_version: 2}\ndistributed_type: FSDP\nnum_processes: 2\n"
     b"fsdp_config: {<<: *x, fsdp_ofload_params: true, fsdp_use_orig_params: true}\n",
     "a merge of a list": b"distributed_type: FSDP\nfsdp_config: {<<: [1, 2]}\n",
@@ -34,30 +32,19 @@ ODD: dict[str, bytes] = {
     "a duplicate section": (V2 + "fsdp_config: {fsdp_version: 1}\n").encode(),
     "tabs": V2.replace("  ", "\t").encode(),
     "a byte order mark": b"\xef\xbb\xbf" + V2.encode(),
-    "UTF-16": V2.encode("utf-16"),
     "Latin-1": V2.encode() + "tpu_name: é\n".encode("latin-1"),
     "Windows' line ends": V2.replace("\n", "\r\n").encode(),
     "old Mac's line ends": V2.replace("\n", "\r").encode(),
     "nothing": b"",
-    "null": b"null\n",
-    "only a comment": b"# hello\n",
     "two documents": (V2 + "---\n" + V2).encode(),
-    "a document's end": (V2 + "...\n").encode(),
     "a list": b"- distributed_type: FSDP\n",
-    "a number": b"42\n",
     "NaN and infinity": (V2 + "machine_rank: .nan\nmain_process_port: .inf\nnum_machines: -.inf\n").encode(),
     "a huge number": V2.replace("num_processes: 2", "num_processes: 1" + "0" * 4000).encode(),
-    "a huger number": V2.replace("num_processes: 2", "num_processes: 1" + "0" * 5000).encode(),
-    "a huge number in quotes": V2.replace("num_processes: 2", "num_processes: '1" + "0" * 5000 + "'").encode(),
-    "a huge hexadecimal number": V2.replace("num_processes: 2", "num_processes: 0x" + "f" * 5000).encode(),
     "a date": V2.encode() + b"main_process_ip: 2026-11-22\nmain_process_port: 2026-13-45\n",
-    "sexagesimals": V2.encode() + b"main_process_port: 29:50:00\n",
     "a long sexagesimal": V2.replace("num_processes: 2", "num_processes: " + "1:" * 200_000 + "1").encode(),
     "keys that are no text": V2.encode() + b"1: a\nnull: b\ntrue: c\n2026-11-22: d\n",
     "keys that are lists": V2.encode() + b"? [a, b]\n: c\n",
     "tags": V2.encode() + b"tpu_env: !!python/object/apply:os.system [echo hi]\n",
-    "a set": V2.encode() + b"gpu_ids: !!set {a, b}\n",
-    "bytes": V2.encode() + b"gpu_ids: !!binary aGVsbG8=\n",
     "control characters": V2.encode() + b"tpu_name: \"\\e[31m\\x00\"\n",
     "deep lists": b"gpu_ids: " + b"[" * 3000 + b"]" * 3000 + b"\n",
     "a path with a null": V2.encode() + b'deepspeed_config: {deepspeed_config_file: "\\0"}\n',
@@ -114,17 +101,6 @@ def test_what_is_no_file_ends_well(place: str, tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == opened
 
 
-def test_stdin_is_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    class Piped:
-        buffer = io.BytesIO((V2 + "  fsdp_ofload_params: true\n").encode())
-
-    monkeypatch.setattr("sys.stdin", Piped())
-    assert linter.lint_all(linter.CheckCommand(files=(Path("-"),))) == 1
-    assert "-:8: error AF103" in capsys.readouterr().out
-    with pytest.raises(UsageError, match="--fix -"):
-        linter.lint_all(linter.CheckCommand(files=(Path("-"),), fix=True))
-
-
 @pytest.mark.parametrize("code", ["(" * 200_000, "x = " + "-" * 100_000 + "1", "x = 1" + " + 1" * 100_000])
 def test_a_script_that_is_nested_too_deep_is_refused(code: str, tmp_path: Path) -> None:
     """Python's parser then says MemoryError or RecursionError."""
@@ -147,14 +123,13 @@ def test_a_json_file_must_be_json(tmp_path: Path) -> None:
 )
 def test_an_odd_version_is_not_taken_for_fsdp1(version: str, repaired: int, tmp_path: Path) -> None:
     """With a resharding that is right under FSDP2 and none of FSDP1's business."""
-    path = tmp_path / "fsdp.yaml"
     rest = "  fsdp_reshard_after_forward: false\n" if repaired != 1 else ""
-    path.write_text(V2.replace("fsdp_version: 2", f"fsdp_version: {version}") + rest)
-    codes = {finding.code for finding in linter.lint(path, linter.LintOptions()) if finding.severity == "error"}
+    text = V2.replace("fsdp_version: 2", f"fsdp_version: {version}") + rest
+    codes = {finding.code for finding in findings(text, tmp_path) if finding.severity == "error"}
     assert codes <= {"AF203", "AF204", "AF205"}
     assert codes
-    linter.lint(path, linter.LintOptions(fix=True))
-    section = yaml.safe_load(path.read_text())["fsdp_config"]
+    findings(text, tmp_path, fix=True)
+    section = yaml.safe_load((tmp_path / "checked.yaml").read_text())["fsdp_config"]
     assert section["fsdp_version"] == repaired
     assert section.get("fsdp_reshard_after_forward") is (False if rest else None)
 
@@ -211,11 +186,10 @@ def test_a_repair_never_makes_a_file_worse(parts: list[Any], indent: int, data: 
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "MULTI_GPU"])
-def test_use_cpu_hides_nothing(kind: str, tmp_path: Path) -> None:
+def test_use_cpu_hides_nothing(kind: str) -> None:
     """It doesn't reach the ranks, so they meet on one GPU all the same."""
-    path = tmp_path / "job.yaml"
-    path.write_text(GOLDEN["AF413"][0].replace("type: FSDP", f"type: {kind}") + "use_cpu: true\n")
-    assert {"AF405", "AF413"} <= {finding.code for finding in linter.lint(path, linter.LintOptions())}
+    text = GOLDEN["AF413"][0].replace("type: FSDP", f"type: {kind}") + "use_cpu: true\n"
+    assert {"AF405", "AF413"} <= codes_of(subject(text))
 
 
 def ended(*words: str | Path) -> int:
@@ -250,9 +224,7 @@ def test_launch_lints_the_scripts_arguments(tmp_path: Path, capsys: pytest.Captu
     ("text", "warned"),
     [
         ("trainer.train()\ntrainer.save_model()\n", True),
-        ("from accel_fsdp.ranks import cpu\ncpu.enable()\ntrainer.save_model()\n", True),
         ("from accel_fsdp.training import SftTrainer\ntrainer.save_model()\n", False),
-        ("trainer.accelerator.state.fsdp_plugin.set_state_dict_type('X')\ntrainer.save_model()\n", False),
         ("#!/bin/sh\nexec python train.py # trainer.save_model()\n", False),
         ("trainer.save_model()\0\n", False),
     ],

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -27,11 +26,11 @@ LEAST_COVERED = 60
 def test_every_rule_has_a_golden_pair_and_a_case_that_was_seen() -> None:
     on_file = {*test_check.GOLDEN, *test_check.GOLDEN_WITH_ARGS}
     assert on_file | set(test_check_facts.FACTS) | set(test_check_script.SCRIPTS) == set(RULES)
-    assert [code for code, rule in RULES.items() if not set(rule.seen) - set(rule.pains) - IDS] == []
+    assert [code for code, rule in RULES.items() if not set(rule.seen) - IDS] == []
 
 
 def test_every_pain_has_a_rule_or_a_reason() -> None:
-    covered = {pain for rule in RULES.values() for pain in rule.pains}
+    covered = IDS.intersection(word for rule in RULES.values() for word in rule.seen)
     assert set(PAINS) == IDS
     assert covered | set(UNSEEN) == IDS
     assert len(covered) >= LEAST_COVERED
@@ -127,23 +126,3 @@ def test_what_to_fsdp2_leaves_is_found(strategy: str, kind: str, code: str) -> N
     given = yaml.safe_load(V1)
     given["fsdp_config"] |= {"fsdp_sharding_strategy": strategy, "fsdp_state_dict_type": kind}
     assert code in codes_of(subject(yaml.safe_dump(convert_config_to_fsdp2(given))))
-
-
-@pytest.mark.parametrize("flag", ["--multi_gpu", "--use_deepspeed"])
-def test_a_launch_flag_beats_the_file(flag: str, fsdp2: Path) -> None:
-    """AF409: red when the launcher looks at the file's type beside such a flag."""
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-
-    words = [flag, "--config_file", str(fsdp2), "train.py"]
-    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
-    assert not args.use_fsdp
-
-
-def test_checking_a_file_is_quick(fsdp2: Path) -> None:
-    run([sys.executable, "-m", "accel_fsdp", "check", fsdp2])
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        assert accel_fsdp("check", fsdp2).code == 0
-        times.append(time.perf_counter() - start)
-    assert min(times) < 2, "0.3 s on an idle machine"

@@ -1,5 +1,6 @@
 """Values that `check` finds fault with, and what Accelerate's own launcher and plugins do with them."""
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -11,6 +12,7 @@ from unittest import mock
 
 import pytest
 import reference_docs
+import torch
 import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import (
@@ -22,12 +24,12 @@ from accelerate.utils import (
     launch,
 )
 from accelerate.utils.dataclasses import FP8BackendType, TERecipeKwargs
-from checking import DS, TOP, V1, V2, WRAP, codes_of, subject
+from checking import DS, TOP, V1, V2, WRAP, codes_of, finding, findings, subject
 from conftest import accel_fsdp
 from jsonschema import Draft7Validator
 
 from accel_fsdp import cli, linter
-from accel_fsdp.config import BY_NAME, MISNAMED, Kind
+from accel_fsdp.config import BY_NAME, MISNAMED, Kind, yaml_file
 from accel_fsdp.config.schema import DYNAMO_FIELDS, FP8_FIELDS
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch import launcher as jobs
@@ -93,6 +95,8 @@ REFUSED: dict[str, tuple[str, str]] = {
     "port below the first": ("AF212", EIGHT + "main_process_port: -1\n"),
     "no such backend": ("AF203", EIGHT + "dynamo_config: {dynamo_backend: INDUCTR}\n"),
     "no such backend, short": ("AF203", EIGHT + "dynamo_config: {backend: INDUCTR}\n"),
+    "precision no": ("AF201", EIGHT.replace("'no'", "no")),
+    "a number of a GPU": ("AF207", DDP + "gpu_ids: 0\n"),
     "backend no": ("AF201", EIGHT + "dynamo_config: {dynamo_backend: no}\n"),
     "graph": ("AF204", EIGHT + "dynamo_config: {dynamo_backend: eager, use_fullgraph: maybe}\n"),
     "mesh without a value": ("AF202", EIGHT + "parallelism_config: {parallelism_config_dp_shard_size: }\n"),
@@ -119,6 +123,15 @@ REFUSED: dict[str, tuple[str, str]] = {
     "one GPU for DDP": ("AF413", DDP + "gpu_ids: '0'\n"),
     "bare NO without processes": ("AF208", "distributed_type: NO\nmixed_precision: 'no'\n"),
     "NO with -1 processes": ("AF401", ONE.replace("es: 1", "es: -1")),
+    "no engine": ("AF101", EIGHT.partition("\n")[2]),
+    "a key of no version": ("AF102", EIGHT + "fdsp_config: {}\n"),
+    "a file of another tool": ("AF112", "base_model: m\ndatasets: []\nfsdp_config: {fsdp_version: 2}\n"),
+    "a file that is elsewhere": (
+        "AF217",
+        DS.replace("mixed_precision: bf16\n", "") + "  deepspeed_config_file: a.json\n",
+    ),
+    "checkpoints on the host, FSDP1": ("AF313", V1 + "  fsdp_activation_checkpointing_offload: true\n"),
+    "no checkpoints, on the host": ("AF313", V2 + "  fsdp_activation_checkpointing_offload: true\n"),
 }
 
 
@@ -127,13 +140,32 @@ def test_what_accelerate_stops_at_is_found(name: str, tmp_path: Path) -> None:
     code, text = REFUSED[name]
     (tmp_path / "ds.json").write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 2}}')
     text = text.replace("FILE", str(tmp_path / "ds.json"))
-    assert code in {finding.code for finding in run(subject(text)) if finding.severity == "error"}
-    with pytest.raises((ValueError, TypeError, OverflowError, AttributeError)):
+    assert code in {finding.code for finding in findings(text, tmp_path) if finding.severity == "error"}
+    with pytest.raises((ValueError, TypeError, OverflowError, AttributeError, KeyError)):
         accelerate_takes(text, tmp_path)
+
+
+UNREAD: dict[str, tuple[str, str]] = {
+    "AF106": (DDP + "dynamo_config: INDUCTOR\n", DDP),
+    "AF111": (EIGHT + "debug: false\ndebug: true\n", EIGHT + "debug: true\n"),
+    "AF326": (EIGHT + "fp8_config: {backend: TE}\n", EIGHT),
+    "AF417": (ONE.replace("es: 1", "es: 8"), ONE),
+}
+
+
+@pytest.mark.parametrize("code", UNREAD)
+def test_what_accelerate_does_not_read_is_found(code: str, tmp_path: Path) -> None:
+    text, same = UNREAD[code]
+    assert code in codes_of(subject(text, doubled=yaml_file.doubled_keys(text)))
+    read, plain = (accelerate_takes(content, tmp_path) for content in (text, same))
+    assert {name: value for name, value in read.items() if not name.startswith("MASTER_")} == plain
 
 
 TAKEN: dict[str, str] = {
     "processes in quotes": EIGHT.replace("es: 8", "es: '8'"),
+    "every GPU of the machine": EIGHT.replace("es: 8", "es: gpu"),
+    "every GPU of the machine, DDP": DDP.replace("es: 8", "es: auto"),
+    "every GPU of the machine, DeepSpeed": ZERO.replace("es: 2", "es: gpu"),
     "port in quotes, one process": ONE + "main_process_port: '29501'\n",
     "last port": EIGHT + "main_process_port: 65535\n",
     "backend in small letters": EIGHT + "dynamo_config: {backend: inductor, mode: max-autotune}\n",
@@ -166,9 +198,7 @@ def test_what_accelerate_takes_is_clean(name: str, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 2}}')
     text = TAKEN[name].replace("FILE", str(tmp_path / "ds.json"))
     accelerate_takes(text, tmp_path)
-    path = tmp_path / "checked.yaml"
-    path.write_text(text)
-    assert [finding for finding in linter.lint(path, linter.LintOptions()) if finding.severity == "error"] == []
+    assert [finding for finding in findings(text, tmp_path) if finding.severity == "error"] == []
 
 
 @pytest.mark.parametrize(
@@ -191,8 +221,8 @@ def test_what_accelerate_takes_is_clean(name: str, tmp_path: Path) -> None:
 def test_each_mesh_that_a_fix_names_is_taken(text: str, sizes: dict[str, int], tmp_path: Path) -> None:
     """AF315 and AF316: the fix holds a whole mesh, or sizes of 1, and no other finding about the mesh follows."""
     text = text.replace("num_processes: 2", "num_processes: 8")
-    findings = [finding for finding in run(subject(text + mesh(**sizes))) if finding.code in ("AF315", "AF316")]
-    for fix in findings[-1].fix.split("; or "):
+    fixes = [finding.fix for finding in run(subject(text + mesh(**sizes))) if finding.code in ("AF315", "AF316")]
+    for fix in fixes[-1].split("; or "):
         named = {axis: int(size) for axis, size in re.findall(r"(\w+?)_size: (-?\d+)", fix)}
         renamed = {axis.removeprefix("parallelism_config_"): size for axis, size in named.items()}
         mended = (EIGHT if "distributed_type: FSDP" in fix else text) + mesh(**{**sizes, **renamed})
@@ -214,38 +244,29 @@ def test_a_value_of_debug_that_stops_nothing_is_no_error(value: str, taken: str,
     """AF209, not AF204: Accelerate asks whether there is something."""
     text = EIGHT + f"debug: {value}\n"
     assert accelerate_takes(text, tmp_path).get("ACCELERATE_DEBUG_MODE", "false") == taken
-    path = tmp_path / "checked.yaml"
-    path.write_text(text)
-    (reported,) = (finding for finding in linter.lint(path, linter.LintOptions()) if finding.code in ("AF204", "AF209"))
-    assert (reported.code, reported.severity, reported.why) == ("AF209", "warning", f"Accelerate reads it as {taken}")
+    reported = finding("AF209", text, tmp_path)
+    assert (reported.severity, reported.why) == ("warning", f"Accelerate reads it as {taken}")
+    assert "AF204" not in codes_of(subject(text))
 
 
 @pytest.mark.parametrize("key", ["use_cpu", "same_network", "enable_cpu_affinity"])
 def test_which_booleans_at_the_top_stop_it(key: str, tmp_path: Path) -> None:
     """AF204 says "Accelerate stops" where it does: `use_cpu` without an engine."""
     alone = "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_machines: 1\nnum_processes: 1\n"
-    for text in (EIGHT, alone):
-        path = tmp_path / "checked.yaml"
-        path.write_text(text + f"{key}: 1000\n")
-        codes = {finding.code for finding in linter.lint(path, linter.LintOptions())}
-        if key == "use_cpu" and text == alone:
-            with pytest.raises(Exception, match="invalid truth value 1000"):
-                accelerate_takes(path.read_text(), tmp_path)
-            assert "AF204" in codes
-        else:
-            accelerate_takes(path.read_text(), tmp_path)
-            assert "AF204" not in codes
-            assert codes
+    for text in (f"{EIGHT}{key}: 1000\n", f"{alone}{key}: 1000\n"):
+        stops = key == "use_cpu" and text.startswith(alone)
+        with pytest.raises(Exception, match="invalid truth value 1000") if stops else contextlib.nullcontext():
+            accelerate_takes(text, tmp_path)
+        codes = codes_of(subject(text))
+        assert ("AF204" in codes) == stops
+        assert codes
 
 
 @pytest.mark.parametrize("keys", [("offload_params", "fsdp_offload_params"), ("fsdp_offload_params", "offload_params")])
 def test_the_last_of_two_spellings_wins(keys: tuple[str, str], tmp_path: Path) -> None:
     text = EIGHT + f"  {keys[0]}: false\n  {keys[1]}: true\n"
     assert accelerate_takes(text, tmp_path)["FSDP_OFFLOAD_PARAMS"] == "true"
-    (tmp_path / "two.yaml").write_text(text)
-    (reported,) = (
-        finding for finding in linter.lint(tmp_path / "two.yaml", linter.LintOptions()) if finding.code == "AF108"
-    )
+    reported = finding("AF108", text, tmp_path)
     assert (reported.edits, "wins: True" in reported.why) == ((), True)
 
 
@@ -288,13 +309,14 @@ def test_fp8_keys_that_accelerate_config_writes_in_vain(key: str, value: Any, tm
         environment = accelerate_takes(text, tmp_path)
     name = MISNAMED[f"fp8_{key}"]
     assert environment[f"ACCELERATE_{name.upper()}"] != str(value)
-    path = tmp_path / "fp8.yaml"
-    path.write_text(text)
-    assert [
-        finding.code for finding in linter.lint(path, linter.LintOptions(fix=True)) if finding.severity != "note"
-    ] == []
+    assert [finding.code for finding in findings(text, tmp_path, fix=True) if finding.severity != "note"] == []
     with mock.patch("accelerate.utils.launch.is_fp8_available", return_value=True):
-        assert accelerate_takes(path.read_text(), tmp_path)[f"ACCELERATE_{name.upper()}"] == str(value)
+        assert accelerate_takes((tmp_path / "checked.yaml").read_text(), tmp_path)[f"ACCELERATE_{name.upper()}"] == str(
+            value
+        )
+
+
+BY_FLAG = {field.key: field for field in BY_NAME.values()}
 
 
 @pytest.mark.parametrize(
@@ -315,14 +337,10 @@ def test_a_launcher_flag_wins_over_the_file(flag: str, value: str, key: str, tmp
     words = [flag, value, "--config_file", str(tmp_path / "config.yaml"), "train.py"]
     args, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
     assert str(getattr(args, key)) == value
-    line = tmp_path / "args.sh"
-    line.write_text(f"accelerate launch {flag} {value} train.py --num_machines 9\n")
-    findings = linter.lint(tmp_path / "config.yaml", linter.LintOptions(args=line))
-    assert [finding.key.rpartition(".")[2] for finding in findings if finding.code == "AF414"] == [key]
-    line.write_text(f"accelerate launch --machine_rank 3 train.py {flag} {value}\n")
-    assert "AF414" not in {
-        finding.code for finding in linter.lint(tmp_path / "config.yaml", linter.LintOptions(args=line))
-    }
+    (line := tmp_path / "args.sh").write_text(f"accelerate launch {flag} {value} train.py --num_machines 9\n")
+    job = linter.read_subject(tmp_path / "config.yaml", linter.Sources(args=line))[0]
+    assert str(job.section(BY_FLAG[key].section)[key]) == value
+    assert "num_machines" not in job.values
 
 
 @pytest.mark.parametrize("line", ['main_process_port: "29501"', "main_process_port: 99999", 'num_machines: "1"'])
@@ -336,6 +354,15 @@ def test_launch_ends_in_one_error_message(line: str, tmp_path: Path) -> None:
     assert line.partition(":")[0] in finished.output
     with pytest.raises(UserError, match="Accelerate refuses"):
         jobs.launch(jobs.launcher_args(path, script, ()))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_gpus_that_are_not_there_cannot_be_counted(tmp_path: Path) -> None:
+    (path := tmp_path / "a.yaml").write_text(EIGHT.replace("es: 8", "es: gpu"))
+    (script := tmp_path / "train.py").write_text("")
+    finished = accel_fsdp("launch", "--cpu", path, script)
+    assert (finished.code, "Traceback" in finished.output) == (1, False)
+    assert "Cuda is not available" in finished.output
 
 
 @pytest.mark.parametrize("launcher", ["pdsh", "openmpi", "mvapich", "mpich", "slurm", "nossh", ""])
@@ -377,29 +404,23 @@ def test_who_else_knows_the_address_of_several_machines_is_said(
 
 @pytest.mark.parametrize("word", ["NO", "off", "false"])
 def test_a_bare_no_is_named_and_quoted(word: str, tmp_path: Path) -> None:
-    path = tmp_path / "a.yaml"
-    path.write_text(f"distributed_type: {word}\nnum_processes: 1\nmixed_precision: {word.lower()}\n")
-    texts = {finding.code: finding.what for finding in linter.lint(path, linter.LintOptions())}
+    text = f"distributed_type: {word}\nnum_processes: 1\nmixed_precision: {word.lower()}\n"
+    texts = {finding.code: finding.what for finding in findings(text, tmp_path)}
     assert f"distributed_type: {word} without quotes" in texts["AF208"]
     assert f"mixed_precision: {word.lower()} without quotes" in texts["AF201"]
-    assert linter.lint(path, linter.LintOptions(fix=True)) == []
-    assert yaml.safe_load(path.read_text()) == {"distributed_type": "NO", "num_processes": 1, "mixed_precision": "no"}
+    assert repaired(text, tmp_path) == {"distributed_type": "NO", "num_processes": 1, "mixed_precision": "no"}
 
 
 def repaired(text: str, folder: Path) -> Any:
-    path = folder / "fixed.yaml"
-    path.write_text(text)
-    linter.lint(path, linter.LintOptions(fix=True))
-    return yaml.safe_load(path.read_text())
+    findings(text, folder, fix=True)
+    return yaml.safe_load((folder / "checked.yaml").read_text())
 
 
 @pytest.mark.parametrize(
     ("section", "key", "meant"),
     [
-        ("fsdp_config", "fsdp_device_mesh", ""),
-        ("fsdp_config", "fsdp_offload_optimizer", ""),
+        *(("fsdp_config", key, "") for key in ("fsdp_device_mesh", "fsdp_offload_optimizer", "fsdp_mixed_precision")),
         ("fsdp_config", "fsdp_cpu_ram", "fsdp_cpu_ram_efficient_loading"),
-        ("fsdp_config", "fsdp_mixed_precision", ""),
         ("parallelism_config", "parallelism_config_pp_size", "parallelism_config_tp_size"),
         ("deepspeed_config", "zero2_init_flag", "zero3_init_flag"),
     ],
@@ -407,20 +428,15 @@ def repaired(text: str, folder: Path) -> Any:
 def test_what_is_no_sure_typo_is_not_renamed(section: str, key: str, meant: str, tmp_path: Path) -> None:
     text = f"distributed_type: FSDP\nnum_processes: 2\n{section}: {{{key}: 2}}\n"
     assert repaired(text, tmp_path)[section][key] == 2
-    (reported,) = (
-        finding for finding in linter.lint(tmp_path / "fixed.yaml", linter.LintOptions()) if finding.code == "AF103"
-    )
-    assert ("Did you mean" in reported.what) == bool(meant)
-    assert not meant or f"Did you mean {meant}?" in reported.what
+    what = finding("AF103", text, tmp_path).what
+    assert f"Did you mean {meant}?" in what if meant else "Did you mean" not in what
 
 
 @pytest.mark.parametrize(
     ("key", "meant", "value"),
     [
-        ("fsdp_ofload_params", "fsdp_offload_params", True),
         ("fsdp_verison", "fsdp_version", 2),
         ("fsdp_auto_wrap_polcy", "fsdp_auto_wrap_policy", "NO_WRAP"),
-        ("fsdp_sharding_stategy", "fsdp_sharding_strategy", 2),
         ("use_orig_param", "fsdp_use_orig_params", True),
     ],
 )
@@ -428,16 +444,12 @@ def test_a_sure_typo_is_renamed(key: str, meant: str, value: Any, tmp_path: Path
     """And what it says stays, though other rules miss the key that was meant."""
     text = f"distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {{{key}: {value}}}\n"
     section = repaired(text, tmp_path)["fsdp_config"]
-    assert section[meant] == value
-    assert key not in section
+    assert (section[meant], key in section) == (value, False)
 
 
 @pytest.mark.parametrize(
     ("key", "kind"),
-    [
-        *(("ddp_config", "MULTI_GPU"), ("ddp_config", "FSDP"), ("dp_config", "FSDP"), ("fp_config", "FSDP")),
-        *(("fdsp_config", "MULTI_GPU"), ("deepsped_config", "FSDP")),
-    ],
+    [("ddp_config", "MULTI_GPU"), ("dp_config", "FSDP"), ("fdsp_config", "MULTI_GPU"), ("deepsped_config", "FSDP")],
 )
 def test_a_section_of_something_else_is_not_renamed(key: str, kind: str, tmp_path: Path) -> None:
     text = f"distributed_type: {kind}\nnum_processes: 2\n{key}: {{a: 1}}\n"
@@ -452,7 +464,7 @@ def test_a_choice_between_versions_is_left_to_the_user(value: str, version: str,
     text = TOP + "fsdp_config:\n" + WRAP + f"  fsdp_reshard_after_forward: {value}\n"
     assert ("AF302" in codes_of(subject(text + version))) == (not version)  # Accelerate stops before it trains
     assert repaired(text + version, tmp_path) == yaml.safe_load(text)
-    by_code = {finding.code: finding for finding in linter.lint(tmp_path / "fixed.yaml", linter.LintOptions())}
+    by_code = {finding.code: finding for finding in findings(text, tmp_path)}
     for code in ("AF301", "AF302"):
         assert by_code[code].edits == ()
         assert "fsdp_version: 2" in by_code[code].fix
@@ -477,21 +489,13 @@ def test_reshard_under_fsdp1_keeps_its_meaning(rest: str, left: dict[str, Any], 
 def test_an_nvme_path_is_not_taken_away_from_its_device(tmp_path: Path) -> None:
     text = DS + "  zero_stage: 2\n  offload_param_device: nvme\n  offload_param_nvme_path: /local\n"
     assert repaired(text, tmp_path) == yaml.safe_load(text)
-    (reported,) = (
-        finding for finding in linter.lint(tmp_path / "fixed.yaml", linter.LintOptions()) if finding.code == "AF216"
-    )
-    assert "deepspeed_config_file" in reported.fix
-    assert "as above" not in reported.why
+    assert "deepspeed_config_file" in finding("AF216", text, tmp_path).fix
     useless = repaired(text.replace("nvme\n", "cpu\n"), tmp_path)["deepspeed_config"]
     assert "offload_param_nvme_path" not in useless
 
 
 def test_texts_say_what_is_there(tmp_path: Path) -> None:
-    path = tmp_path / "a.yaml"
-    path.write_text(TOP + "fsdp_config: {fsdp_version: 2}\n")
-    assert "is ignored" not in next(
-        finding.why for finding in linter.lint(path, linter.LintOptions()) if finding.code == "AF306"
-    )
+    assert "is ignored" not in finding("AF306", TOP + "fsdp_config: {fsdp_version: 2}\n", tmp_path).why
     assert "AF318" not in codes_of(subject(V1.replace("version: 1", "version: 3").replace("'no'", "bf16")))
     assert "AF314" in codes_of(subject(ZERO + "fsdp_config: {fsdp_version: 2}\n"))
     assert "AF314" not in codes_of(subject(ZERO + "fsdp_config: {}\n"))

@@ -26,6 +26,7 @@ from accel_fsdp.models import model_facts
 PROBE = ROOT / "tests" / "upstream_probe.py"
 LAYERS = ["LlamaDecoderLayer", "LlamaDecoderLayer"]
 BESIDES_LAYERS = ["Embedding", "Linear", "LlamaForCausalLM", "LlamaRMSNorm"]
+WHOLE = {"fsdp1": ["LlamaForCausalLM"], "fsdp2": BESIDES_LAYERS}
 IS_OLD = Version(torch.__version__) < Version("2.13")
 LATER = pytest.mark.skipif(IS_OLD, reason="torch 2.11 does something else here")
 SHARED = "is shared with a parameter already managed by another FSDP group"
@@ -66,23 +67,45 @@ def same(ranks: list[Any]) -> Any:
     return ranks[0]
 
 
-@pytest.mark.slow
-@pytest.mark.pain("P04")
-def test_reshard_after_forward_does_not_reach_fsdp1(sharding: Seen) -> None:
-    """AF302: NO_SHARD under that key, from the YAML or from TrainingArguments, still trains FULL_SHARD."""
-    assert same(sharding["reshard_key_under_fsdp1"]) == {"yaml": "FULL_SHARD", "arguments": "FULL_SHARD"}
+pain = pytest.mark.pain
 
 
-@pytest.mark.pain("P09")
-def test_without_a_policy_no_layer_is_a_unit(sharding: Seen) -> None:
-    """AF306: a layer class alone wraps nothing; FSDP2 still splits off the embedding, the head and the last norm."""
-    assert same(sharding["no_wrap_policy"]) == {"fsdp1": ["LlamaForCausalLM"], "fsdp2": BESIDES_LAYERS}
+@pytest.mark.parametrize(
+    ("experiment", "expected"),
+    [
+        # AF302: NO_SHARD under that key, from the YAML or from TrainingArguments, still trains FULL_SHARD.
+        pytest.param("reshard_key_under_fsdp1", dict.fromkeys(("yaml", "arguments"), "FULL_SHARD"), marks=pain("P04")),
+        # AF306: a layer class alone wraps nothing; FSDP2 still splits off the embedding, the head and the last norm.
+        pytest.param("no_wrap_policy", WHOLE, marks=pain("P09")),
+        # AF503: an empty `_no_split_modules` passes for an answer, and no layer becomes a unit.
+        pytest.param("no_split_modules_empty", WHOLE, marks=pain("P11")),
+        # `from_pretrained` gives rank 1 the real weights too, not empty or random ones.
+        pytest.param("ram_efficient_loading", {"real": True, "devices": ["cpu"]}, marks=pain("P13")),
+        # AF613: weights, gradients and Adam's moments are all bf16; with mixed precision they are all float32.
+        pytest.param("pure_bf16", {"no": ["torch.bfloat16"], "bf16": ["torch.float32"]}, marks=pain("P14")),
+        # AF317: with `use_orig_params: false` Trainer finds none of the 5 norms that it would not decay.
+        pytest.param("weight_decay_groups", {"False": 0, "True": 5}, marks=pain("P29")),
+        # AF609: Trainer registers `generate` with FSDP2's hooks; FSDP1 leaves it a flattened embedding.
+        pytest.param("generating", {"fsdp2": "", "fsdp1": "RuntimeError: 'weight' must be 2-D"}, marks=pain("P61")),
+        # AF610: it reads the shape of a weight that is flat.
+        pytest.param("dora", {"fsdp1": "IndexError: tuple index out of range", "fsdp2": ""}, marks=pain("P85")),
+    ],
+)
+def test_what_all_ranks_see(experiment: str, expected: Any, sharding: Seen) -> None:
+    assert same(sharding[experiment]) == expected
 
 
-@pytest.mark.pain("P11")
-def test_a_model_that_names_no_layer_is_not_wrapped(sharding: Seen) -> None:
-    """AF503: an empty `_no_split_modules` passes for an answer, and no layer becomes a unit."""
-    assert same(sharding["no_split_modules_empty"]) == {"fsdp1": ["LlamaForCausalLM"], "fsdp2": BESIDES_LAYERS}
+@pytest.mark.parametrize(
+    ("experiment", "error"),
+    [
+        # AF316: 2 x 2 on two ranks.
+        pytest.param("mesh_too_large", "Mesh should not be bigger than default world size 2", marks=pain("P42")),
+        # AF603: FSDP's own in the YAML and the model's in the arguments.
+        pytest.param("checkpointing_twice", "can't both be set to True", marks=pain("P25")),
+    ],
+)
+def test_what_stops_all_ranks(experiment: str, error: str, sharding: Seen) -> None:
+    assert error in same(sharding[experiment])
 
 
 @pytest.mark.pain("P12")
@@ -93,27 +116,6 @@ def test_each_rank_holds_a_full_float32_copy_before_it_shards(sharding: Seen) ->
     assert seen["bytes"] == 4 * seen["elements"]
 
 
-@pytest.mark.pain("P13")
-def test_ram_efficient_loading_reads_the_weights_on_every_rank(sharding: Seen) -> None:
-    """`from_pretrained` gives rank 1 the real weights too, not empty or random ones."""
-    assert same(sharding["ram_efficient_loading"]) == {"real": True, "devices": ["cpu"]}
-
-
-@pytest.mark.pain("P14")
-def test_bf16_weights_stay_bf16_without_mixed_precision(sharding: Seen) -> None:
-    """AF613: weights, gradients and Adam's moments are all bf16; with mixed precision they are all float32."""
-    assert same(sharding["pure_bf16"]) == {"no": ["torch.bfloat16"], "bf16": ["torch.float32"]}
-
-
-@pytest.mark.pain("P107")
-def test_fsdp1_recomputes_adapters_in_another_dtype(sharding: Seen) -> None:
-    """FSDP's own checkpointing with BACKWARD_PRE, the wizard's choice; FSDP2 gathers nothing early."""
-    seen = same(sharding["adapters_recomputed"])
-    (stopped,) = (name for name, error in seen.items() if error)
-    assert stopped == "fsdp1, before"
-    assert "have different metadata than during the forward pass" in seen[stopped]
-
-
 @pytest.mark.pain("P15")
 def test_fsdp1_rounds_rope_frequencies(sharding: Seen) -> None:
     """AF318: FSDP1 casts buffers to bf16, FSDP2 leaves 10 ** -0.5 in float32."""
@@ -122,31 +124,13 @@ def test_fsdp1_rounds_rope_frequencies(sharding: Seen) -> None:
     assert seen["fsdp2"] == ["torch.float32", pytest.approx(10**-0.5, rel=1e-6)]
 
 
-def test_size_based_checkpointing_measures_shards(sharding: Seen) -> None:
-    """A layer of 8768 parameters is a unit of 8000 and more, and half of it on each rank is none."""
-    seen = same(sharding["size_based_checkpointing"])
-    assert [name for name in seen["units"] if name in LAYERS] == LAYERS
-    assert not set(seen["checkpointed"]) & set(LAYERS)
-
-
-@pytest.mark.pain("P27")
-def test_size_based_wrapping_fails_under_fsdp2(sharding: Seen) -> None:
-    """AF307: the list of layers is large enough to be picked, and has no forward."""
-    assert "does not support containers that do not implement forward: ModuleList" in sharding["size_based"][0]["fsdp2"]
-
-
-@pytest.mark.pain("P28")
+@pytest.mark.pain("P27", "P28")
 def test_the_default_size_wraps_nothing_in_a_small_model(sharding: Seen) -> None:
     """AF308: 1e8 parameters is more than a layer has, so there is one unit; a fitting size makes the layers units."""
     seen = sharding["size_based"][0]
     assert seen["default"] == ["LlamaForCausalLM"]
     assert seen["fitting"] == [*LAYERS, "LlamaForCausalLM"]
-
-
-@pytest.mark.pain("P29")
-def test_flattened_parameters_lose_their_exemption_from_weight_decay(sharding: Seen) -> None:
-    """AF317: with `use_orig_params: false` Trainer finds none of the 5 norms that it would not decay."""
-    assert same(sharding["weight_decay_groups"]) == {"False": 0, "True": 5}
+    assert "does not support containers that do not implement forward: ModuleList" in seen["fsdp2"]  # AF307
 
 
 @pytest.mark.pain("P30")
@@ -167,15 +151,7 @@ def test_a_unit_of_two_dtypes_fails_unless_fsdp2_upcasts_it(sharding: Seen) -> N
         assert seen["2-bf16"] == ""
 
 
-@pytest.mark.pain("P37")
-def test_adafactor_fails_on_dtensors(sharding: Seen) -> None:
-    """AF604: under FSDP1 it steps, and under FSDP2 the other optimizers do."""
-    seen = same(sharding["adafactor"])
-    assert "got mixed torch.Tensor and DTensor" in seen.pop("fsdp2")
-    assert set(seen.values()) == {""}
-
-
-@pytest.mark.pain("P36")
+@pytest.mark.pain("P36", "P37")
 @pytest.mark.parametrize("engine", [Engine.FSDP1, Engine.FSDP2])
 @pytest.mark.parametrize(
     "name",
@@ -217,12 +193,6 @@ def test_fsdp2_shards_fully_whatever_the_strategy(strategy: str, sharding: Seen)
     assert same(sharding["strategy_under_fsdp2"])[strategy] == [[2], 0.5]
 
 
-@pytest.mark.pain("P42")
-def test_a_mesh_larger_than_the_job_stops_it(sharding: Seen) -> None:
-    """AF316: 2 x 2 on two ranks."""
-    assert "Mesh should not be bigger than default world size 2, but found 4" in same(sharding["mesh_too_large"])
-
-
 @pytest.mark.pain("P24")
 def test_evaluate_before_train_fails(sharding: Seen) -> None:
     """FSDP2 can't prepare a model without an optimizer; FSDP1 can, and then has none to train with."""
@@ -232,24 +202,12 @@ def test_evaluate_before_train_fails(sharding: Seen) -> None:
     assert seen["fsdp1 train"] == "AttributeError: 'NoneType' object has no attribute 'param_groups'"
 
 
-@pytest.mark.pain("P25")
-def test_trainer_refuses_activation_checkpointing_twice(sharding: Seen) -> None:
-    """AF603: FSDP's own in the YAML and the model's in the arguments."""
-    assert "can't both be set to True" in same(sharding["checkpointing_twice"])
-
-
 @pytest.mark.pain("P70")
 def test_activation_checkpointing_without_a_policy(sharding: Seen) -> None:
     """AF312: FSDP2 calls a policy that is None; FSDP1 wraps each module, activation functions and norms included."""
     seen = same(sharding["checkpointing_without_policy"])
     assert seen["fsdp2"] == "TypeError: 'NoneType' object is not callable"
     assert {"LlamaForCausalLM", "LlamaDecoderLayer", "Linear", "SiLUActivation", "LlamaRMSNorm"} <= set(seen["fsdp1"])
-
-
-@pytest.mark.pain("P61")
-def test_generate_works_under_fsdp2_only(sharding: Seen) -> None:
-    """AF609: Trainer registers `generate` with FSDP2's hooks; FSDP1 leaves it a flattened embedding."""
-    assert same(sharding["generating"]) == {"fsdp2": "", "fsdp1": "RuntimeError: 'weight' must be 2-D"}
 
 
 @LATER
@@ -283,12 +241,6 @@ def test_checkpoints_of_the_model_alone_are_refused(sharding: Seen) -> None:
     seen = same(sharding["only_model"])
     assert "save_only_model option is not compatible with FSDP state dict type 'SHARDED_STATE_DICT'" in seen["sharded"]
     assert "FSDP can't be used with `save_only_model` along with `load_best_model_at_end`" in seen["best"]
-
-
-@pytest.mark.pain("P85")
-def test_dora_fails_under_fsdp1(sharding: Seen) -> None:
-    """AF610: it reads the shape of a weight that is flat."""
-    assert same(sharding["dora"]) == {"fsdp1": "IndexError: tuple index out of range", "fsdp2": ""}
 
 
 @pytest.mark.slow(but=1)

@@ -24,10 +24,12 @@ def _without_policy(subject: Subject) -> bool:
 
 
 def _deposed_precision(subject: Subject) -> Cases:
-    precision = next((name for name in ("bf16", "fp16") if subject.arg_on(name)), None)
+    """A note where the file asks for none, as the arguments then say what is trained."""
     value = subject.values.get("mixed_precision")
-    differs = precision and value is not None and str(value).lower() != precision
-    return {"precision": precision, "value": value} if differs else None
+    if not subject.asked_precision or value is None or str(value).lower() == subject.asked_precision:
+        return None
+    severity = "note" if str(value).lower() == "no" else None
+    return {"precision": subject.asked_precision, "value": value, "severity": severity}
 
 
 def _weights_only(subject: Subject, best: bool) -> bool:
@@ -38,9 +40,9 @@ def _weights_only(subject: Subject, best: bool) -> bool:
 
 
 def _misspelt(subject: Subject) -> Cases:
-    severity = "error" if subject.uses_sft else "warning"
-    slips = from_arguments.misspelt(subject.args or {})
-    return [{"name": name, "near": near, "severity": severity} for name, near in slips]
+    """A script of one's own may have flags of any name."""
+    slips = from_arguments.misspelt(subject.args or {}) if subject.uses_sft else ()
+    return [{"name": name, "near": near} for name, near in slips]
 
 
 def _four_bits(subject: Subject) -> Cases:
@@ -57,8 +59,8 @@ def _loses_gradients(subject: Subject) -> bool:
 
 def _loses_moments(subject: Subject) -> bool:
     """Train/sft.py creates the optimizer's state first."""
-    shards = subject.engine is Engine.FSDP1 and subject.sharded_state_dict
-    return shards and subject.resumes and not subject.uses_sft
+    resumes = str(subject.arg("resume_from_checkpoint") or "false").lower() != "false"
+    return resumes and subject.engine is Engine.FSDP1 and subject.sharded_state_dict and not subject.uses_sft
 
 
 def _ties_under_fsdp2(subject: Subject) -> bool:
@@ -113,7 +115,7 @@ ROWS = (
     Row(
         "AF607", "error", "fsdp_config", "the arguments set FSDP too", "most of this file is ignored",
         "drop --fsdp and --fsdp_config",
-        lambda s: s.is_fsdp and bool(s.arg("fsdp") or s.arg("fsdp_config")), seen="P51 transformers.TrainingArguments",
+        lambda s: s.is_fsdp and bool(s.arg("fsdp")), seen="P51 transformers.TrainingArguments",
     ),
     Row(
         "AF608", "error", "distributed_type", "--save_only_model excludes --load_best_model_at_end", "Trainer stops",
@@ -124,7 +126,7 @@ ROWS = (
         lambda s: _weights_only(s, best=False), seen="transformers#36627",
     ),
     Row(
-        "AF640", "warning", "", "--{name} is unknown. Did you mean --{near}?", "train/sft.py and Trainer refuse it",
+        "AF640", "error", "", "--{name} is unknown. Did you mean --{near}?", "train/sft.py refuses it",
         "--{near}", _misspelt, seen="train/sft.py",
     ),
     combined("AF609", "error", VERSION, "generate-fsdp1", seen="P61 ranks transformers#30228"),
@@ -138,7 +140,7 @@ ROWS = (
     Row(
         "AF614", "error", OFFLOAD, "offload and sync_each_batch lose gradients",
         "each micro-batch replaces the one before", "fsdp_version: 2, or no sync_each_batch", _loses_gradients,
-        seen="P31 torch.FullyShardedDataParallel",
+        seen="P31 pytorch#73784",
     ),
     Row(
         "AF616", "warning", VERSION, "FSDP1 does not load a sharded optimizer state",
@@ -166,7 +168,7 @@ ROWS = (
     Row(
         "AF628", "warning", "distributed_type", "--device_map auto is for one process",
         "Accelerate stops: loaded with device_map='auto'", "drop --device_map",
-        lambda s: s.is_fsdp and s.arg("device_map") == "auto", seen="P87 accelerate.Accelerator",
+        lambda s: s.is_fsdp and s.arg("device_map") == "auto", seen="P87 transformers#31557",
     ),
     combined("AF630", "error", VERSION, "label-smoothing-fsdp2", seen="P99 ranks"),
     Row(

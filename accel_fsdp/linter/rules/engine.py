@@ -122,10 +122,6 @@ class Rule:
         return [word for row in self.rows for word in row.seen.split()]
 
     @property
-    def pains(self) -> list[str]:
-        return [word for word in self.seen if re.fullmatch(r"P\d+", word)]
-
-    @property
     def texts(self) -> list[tuple[str, str, str]]:
         return [text for row in self.rows for text in row.texts]
 
@@ -157,8 +153,8 @@ def add(*rows: Row) -> None:
 
 MISSPELT = ("AF102", "AF103", "AF104", "AF105")
 """The rules about names that nothing reads: those of the top level first, as they say what the sections are."""
-OF_THE_ENGINE = ("AF101", "AF203")
-"""The rules about `distributed_type`, which decides what the other keys mean."""
+FIRST = (*MISSPELT, "AF101", "AF203")
+"""The rules whose corrections the others see: after the names, `distributed_type`, which decides what keys mean."""
 
 
 def run(subject: Subject, rules: Mapping[str, Rule] = RULES) -> list[Finding]:
@@ -167,22 +163,12 @@ def run(subject: Subject, rules: Mapping[str, Rule] = RULES) -> list[Finding]:
     An obvious misspelling is one finding: the following rules see the corrected file. For another tool's file that is
     the only finding.
     """
-    if subject.foreign and "AF112" in rules:
+    if subject.other_tool and "AF112" in rules:
         rules = {"AF112": rules["AF112"]}
     subjects = dict.fromkeys(rules, subject)
-    corrections, engine_rules = (MISSPELT, OF_THE_ENGINE) if len(rules) > 1 else ((), ())
-    for code in corrections:
-        edits = [edit for finding in RULES[code].findings(subject) for edit in finding.edits]
-        renamed = _with_names_corrected(subject, edits)
-        if renamed is not subject:
-            subjects |= {later: renamed for later in rules if later not in MISSPELT[: MISSPELT.index(code) + 1]}
-        subject = renamed
-    for code in engine_rules:
-        edits = [edit for finding in RULES[code].findings(subject) for edit in finding.edits]
-        engines = [edit.value for edit in edits if edit.key == "distributed_type"]
-        if engines:
-            subject = replace(subject, values={**subject.values, "distributed_type": engines[0]})
-            subjects |= {key: subject for key in rules if key not in (*MISSPELT, *OF_THE_ENGINE)}
+    for index, code in enumerate(FIRST if len(rules) > 1 else ()):
+        subject = _corrected(subject, (edit for finding in RULES[code].findings(subject) for edit in finding.edits))
+        subjects |= {later: subject for later in rules if later not in FIRST[: index + 1]}
     return [
         finding if all(_fits(subjects[code], edit) for edit in finding.edits) else replace(finding, edits=())
         for code, rule in sorted(rules.items())
@@ -190,12 +176,14 @@ def run(subject: Subject, rules: Mapping[str, Rule] = RULES) -> list[Finding]:
     ]
 
 
-def _with_names_corrected(subject: Subject, edits: Iterable[Edit]) -> Subject:
-    """The subject with misspelt keys renamed by these edits."""
+def _corrected(subject: Subject, edits: Iterable[Edit]) -> Subject:
+    """The subject with misspelt keys renamed, and with the engine that these edits give it."""
     values = dict(subject.values)
-    for edit in (edit for edit in edits if edit.new_key):
+    for edit in edits:
         mapping = values.get(edit.section) if edit.section else values
-        if isinstance(mapping, Mapping):
+        if edit.key == "distributed_type" and not edit.new_key:
+            values[edit.key] = edit.value
+        elif edit.new_key and isinstance(mapping, Mapping):
             names = (edit.key, short_name(edit.section, edit.key))
             renamed = {edit.new_key if key in names else key: value for key, value in mapping.items()}
             values = {**values, edit.section: renamed} if edit.section else renamed

@@ -11,6 +11,7 @@ from accel_fsdp.config import (
     Edit,
     Engine,
 )
+from accel_fsdp.job import from_arguments
 from accel_fsdp.linter.rules.engine import Cases, Each, Row, combined
 from accel_fsdp.linter.rules.subject import Subject
 
@@ -101,11 +102,18 @@ def _reshard_is_a_name(subject: Subject) -> Cases:
 
 
 def _only_fsdp1(subject: Subject) -> Each:
+    """A note where the key says what FSDP2 does anyway."""
+    done_anyway = {
+        "fsdp_use_orig_params": True,
+        "fsdp_forward_prefetch": False,
+        "fsdp_sync_module_states": subject.on("fsdp_cpu_ram_efficient_loading"),
+    }
     for key in subject.section(SECTION) if subject.engine is Engine.FSDP2 else ():
         engines = field.engines if (field := BY_NAME.get((SECTION, key))) else frozenset()
         special = ("fsdp_sharding_strategy", "fsdp_min_num_params")  # AF303, AF307
         if Engine.FSDP1 in engines and Engine.FSDP2 not in engines and key not in special:
-            yield {"key": key, "edits": (Edit(SECTION, key),)}
+            is_same = str(subject.fsdp(key)).upper() == "BACKWARD_PRE" or subject.on(key) is done_anyway.get(key)
+            yield {"key": key, "edits": (Edit(SECTION, key),), "severity": "note" if is_same else None}
 
 
 def _no_policy(subject: Subject) -> Cases:
@@ -133,6 +141,14 @@ def _wraps_nothing(subject: Subject) -> Cases:
 def _size_based(subject: Subject) -> tuple[Edit, ...]:
     size = (Edit(SECTION, "fsdp_min_num_params"),) if subject.has("fsdp_min_num_params") else ()
     return (TO_WRAP, *size)
+
+
+def _flattened(subject: Subject) -> Cases:
+    """A warning beside a weight decay. Trainer makes units of their own for adapters."""
+    if subject.engine is not Engine.FSDP1 or subject.on("fsdp_use_orig_params"):
+        return None
+    decays = subject.trains_everything and from_arguments.number(subject.arg("weight_decay"), 0)
+    return {"severity": None if decays else "note"}
 
 
 def _rounds_positions(subject: Subject) -> bool:
@@ -215,7 +231,8 @@ ROWS = (
     Row(
         "AF310", "warning", STATE, "LOCAL_STATE_DICT checkpoints do not reshard",
         "a run can't be resumed on another number of GPUs", "fsdp_state_dict_type: SHARDED_STATE_DICT",
-        lambda s: s.engine is Engine.FSDP1 and s.state_dict_type == "LOCAL_STATE_DICT", TO_SHARDED, seen="P57 ranks",
+        lambda s: s.engine is Engine.FSDP1 and s.state_dict_type == "LOCAL_STATE_DICT", TO_SHARDED,
+        seen="P57 pytorch#64625",
     ),
     Row(
         "AF311", "error", f"{SECTION}.fsdp_sync_module_states",
@@ -256,7 +273,7 @@ ROWS = (
         "AF317", "warning", f"{SECTION}.fsdp_use_orig_params",
         "weight decay will hit norms and biases, and units with frozen parts fail",
         "FSDP1 flattens a unit to one parameter: Trainer groups it by a new name, and it is trained whole or frozen",
-        "fsdp_use_orig_params: true", lambda s: s.engine is Engine.FSDP1 and not s.on("fsdp_use_orig_params"),
+        "fsdp_use_orig_params: true", _flattened,
         (Edit(SECTION, "fsdp_use_orig_params", True),), seen="P29 P30 ranks pytorch#101343",
     ),
     Row(
@@ -283,7 +300,7 @@ ROWS = (
     Row(
         "AF327", "warning", "deepspeed_config.offload_param_device",
         "offload_param_device: {device} has no effect with zero_stage: {stage}", "only stage 3 offloads parameters",
-        "zero_stage: 3, or offload_param_device: none", _offloads_nothing, seen="deepspeed.DeepSpeedZeroConfig",
+        "zero_stage: 3, or offload_param_device: none", _offloads_nothing, seen="DeepSpeed#1403",
     ),
     Row(
         "AF328", "warning", "num_processes", "{strategy} with one process on each machine",
@@ -294,6 +311,6 @@ ROWS = (
         "AF406", "note", "deepspeed_config.zero_stage", "ZeRO-3 gathers no weights when it saves",
         "the output folder holds shards and no model, and train/sft.py refuses it",
         "zero3_save_16bit_model: true; a folder of shards: accel-fsdp export", _gathers_nothing,
-        (Edit("deepspeed_config", "zero3_save_16bit_model", True),), seen="accelerate.Accelerator",
+        (Edit("deepspeed_config", "zero3_save_16bit_model", True),), seen="LlamaFactory#477",
     ),
 )  # fmt: skip

@@ -121,15 +121,18 @@ def _not_a_mapping(subject: Subject) -> Each:
 
 
 def _without_effect(subject: Subject) -> Each:
-    """Unless they have the launcher's defaults, as in every file of `accelerate config`; NVMe paths are AF216's."""
+    """Unless they have the launcher's defaults, as in every file of `accelerate config`."""
     for path, field, value in written(subject):
-        if field.engines or field.kind is Kind.SECTION or field.key.endswith("_nvme_path"):
+        if field.engines or field.kind is Kind.SECTION:
             continue
         text = str(value).lower() if isinstance(value, bool) else value
         if field.section or (value is not None and str(value).lower() not in USUAL.get(field.key, ())):
             place = f"--{field.key} on the command line of accelerate launch"
             place = "a deepspeed_config_file with it" if field.section else place
-            yield {"path": path, "key": field.key, "value": text, "help": field.help, "place": place}
+            device = str(subject.section(field.section).get(field.key.replace("nvme_path", "device"))).lower()
+            useless = field.key.endswith("nvme_path") and device != "nvme"
+            words = {"path": path, "key": field.key, "value": text, "help": field.help, "place": place}
+            yield words | {"edits": (Edit(field.section, field.key),) if useless else ()}
 
 
 def _two_spellings(subject: Subject) -> Each:
@@ -159,7 +162,7 @@ def _twice(subject: Subject) -> Each:
 
 
 def _another_tool(subject: Subject) -> Cases:
-    return {"key": next(iter(subject.section("")), ""), "tool": subject.foreign} if subject.foreign else None
+    return {"key": next(iter(subject.section("")), ""), "tool": subject.other_tool} if subject.other_tool else None
 
 
 def _beside_another_engine(subject: Subject) -> Each:

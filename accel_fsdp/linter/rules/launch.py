@@ -2,14 +2,13 @@
 
 import re
 
-from accel_fsdp.config import BY_NAME, DEFAULT_PORT, FALSE_WORDS, MULTI_CPU, PLACING, TRUE_WORDS, Edit, Engine
+from accel_fsdp.config import DEFAULT_PORT, MULTI_CPU, PLACING, Edit, Engine
 from accel_fsdp.hardware import machines
 from accel_fsdp.linter.rules.engine import Cases, Each, Row
 from accel_fsdp.linter.rules.subject import Subject
+from accel_fsdp.linter.rules.values import joined
 from accel_fsdp.units import counted, listed
 
-MAY_DIFFER = frozenset({"machine_rank", "main_process_ip", "main_process_port"})
-"""Flags that differ from machine to machine, or from run to run, by their nature."""
 HERE_ONLY = re.compile(r"127(\.\d+){3}|localhost|::1|0\.0\.0\.0|\[::1?\]|::", re.IGNORECASE)
 """Addresses under which every machine finds itself."""
 OTHER_ENGINES = ("multi_gpu", "use_deepspeed", "tpu")
@@ -86,27 +85,9 @@ def _few_ids(subject: Subject) -> Cases:
 def _count_of_ids(subject: Subject) -> int:
     """The number of GPUs in `gpu_ids`; 0 for all of them."""
     chosen = subject.top("gpu_ids")
-    if isinstance(chosen, list):  # AF207 makes text of it
-        return len(chosen)
-    if isinstance(chosen, int):  # and of this
-        return 1
-    if not isinstance(chosen, str) or chosen == "all":
+    if chosen in (None, "all"):
         return 0
-    return len([entry for entry in chosen.split(",") if entry.strip()])
-
-
-def _overruled(subject: Subject) -> Each:
-    for (section, key), field in BY_NAME.items():
-        flag, value = subject.launcher.get(key), subject.section(section).get(key)
-        if key in MAY_DIFFER or not field.engines or None in (flag, value) or _is_same_value(flag, value):
-            continue
-        text = str(flag).lower() if isinstance(flag, bool) else flag
-        yield {"path": f"{section}.{key}".lstrip("."), "key": key, "flag": text, "value": value}
-
-
-def _is_same_value(flag: object, value: object) -> bool:
-    texts = str(flag).lower(), str(value).lower()
-    return texts[0] == texts[1] or any(texts[0] in words and texts[1] in words for words in (TRUE_WORDS, FALSE_WORDS))
+    return len([number for number in joined(chosen).split(",") if number.strip()])
 
 
 def _several(subject: Subject) -> int:
@@ -151,7 +132,7 @@ def _gpu_twice(subject: Subject) -> Cases:
 
 def _alone(subject: Subject) -> Cases:
     number = subject.number("num_processes")
-    if not subject.is_alone or number < 2 or subject.launcher.get("num_processes"):
+    if not subject.is_alone or number < 2:
         return None
     return {"word": subject.spelt("distributed_type", "NO"), "number": number}
 
@@ -206,10 +187,6 @@ ROWS = (
     Row(
         "AF413", "error", "gpu_ids", "gpu_ids: {ids} and {processes} on each machine", "{why}",
         "gpu_ids: all, or as many ids as processes", _few_ids, seen="P47 launcher ViewDiff#24",
-    ),
-    Row(
-        "AF414", "warning", "{path}", "--{key} {flag} wins over {key}: {value}", "the file doesn't say what is trained",
-        "drop --{key}, or write its value here", _overruled, seen="launcher",
     ),
     Row(
         "AF415", "error", "main_process_ip", "main_process_ip: {address} and {machines} machines",

@@ -217,7 +217,7 @@ ROWS = (
     ),
     Row(
         "AF637", "error", CONTEXT, "packed rows with cp_size: {size}", "they attend to each other", "drop --packing",
-        lambda s: {"size": _context(s)} if _context(s) != 1 and s.arg_on("packing") else None, seen="trl.SFTTrainer",
+        lambda s: {"size": _context(s)} if _context(s) != 1 and s.arg_on("packing") else None, seen="trl#6843",
     ),
     Row(
         "AF637", "error", CONTEXT, "{attention} with cp_size: {size}",

@@ -76,9 +76,10 @@ def _expert_units(subject: Subject) -> Cases:
 
 
 def storage_dtype(subject: Subject) -> str | None:
-    """The dtype in which 4-bit weights are sharded: that of mixed precision, which is bfloat16 for fp8."""
-    precision = str(subject.top("mixed_precision"))
-    return "bfloat16" if precision == "fp8" else TORCH_DTYPES.get(precision)
+    """The dtype of 4-bit weights in units: that of mixed precision, bfloat16 for fp8, else of the other weights."""
+    if subject.precision == "no" and subject.asked_dtype != "auto":
+        return subject.asked_dtype
+    return "bfloat16" if subject.precision == "fp8" else TORCH_DTYPES.get(subject.precision)
 
 
 def _storage(subject: Subject) -> Cases:
@@ -99,10 +100,9 @@ def _quantised(subject: Subject) -> Each:
 
 def _low_precision(subject: Subject) -> Cases:
     """Arguments may ask for 16 bits, or a 16-bit checkpoint, of which only train/sft.py loads float32."""
-    is_off = subject.top("mixed_precision") in ("no", False, None) and not subject.arg_on("bf16", "fp16")
     dtype, auto = subject.asked_dtype, subject.asked_dtype == "auto"
     is_stated = not auto or (subject.is_fsdp and subject.trains_everything and not subject.uses_sft)
-    if not is_off or not is_stated or subject.load_dtype not in LOW_DTYPES or subject.uses_adapter:
+    if subject.precision != "no" or not is_stated or subject.load_dtype not in LOW_DTYPES or subject.uses_adapter:
         return None
     weights = f"a checkpoint in {subject.load_dtype}" if auto else f"--dtype {dtype}"
     return {"weights": weights, "unless": UNLESS_SFT if auto else ""}
@@ -144,7 +144,7 @@ ROWS = (
     ),
     Row(
         "AF512", "error", "distributed_type", "{model} is quantised ({method}): {what}", "{why}", "{fix}", _quantised,
-        seen="transformers.HfQuantizer", of=("quantised-full", "quantised-adapter", "quantised-twice"),
+        seen="transformers#26248", of=("quantised-full", "quantised-adapter", "quantised-twice"),
     ),
     combined(
         "AF513", "error", VERSION, "no-embedding-fsdp2", seen="ranks",

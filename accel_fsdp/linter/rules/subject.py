@@ -88,17 +88,9 @@ class Subject(JobConfig):
         return kind is False or (kind is not None and BY_NAME["", "distributed_type"].takes(str(kind)))
 
     @property
-    def foreign(self) -> str:
-        """The tool that the file is for, if it isn't `accelerate launch`; else empty."""
-        return "SageMaker" if self.values.get("compute_environment") == "AMAZON_SAGEMAKER" else self.other_tool
-
-    @property
     def uses_adapter(self) -> bool:
-        return self.arg_on("use_peft", "load_in_4bit", "load_in_8bit") or self.arg("lora_r") is not None
-
-    @property
-    def resumes(self) -> bool:
-        return str(self.arg("resume_from_checkpoint") or "false").lower() != "false"
+        by_rank = any(name.startswith("lora_") and value is not None for name, value in (self.args or {}).items())
+        return by_rank or self.arg_on("use_peft", "load_in_4bit", "load_in_8bit")
 
     @property
     def trains_everything(self) -> bool:
@@ -106,9 +98,18 @@ class Subject(JobConfig):
         return self.args is not None and not self.uses_adapter
 
     @property
+    def asked_precision(self) -> str:
+        """The mixed precision that the arguments ask for, which wins over the file; empty if they ask for none."""
+        return next((name for name in ("bf16", "fp16") if self.arg_on(name)), "")
+
+    @property
+    def precision(self) -> str:
+        return self.asked_precision or str(self.top("mixed_precision") or "no")
+
+    @property
     def mixed(self) -> bool:
-        """Whether 16-bit compute is used with float32 masters; an argument wins over the file."""
-        return self.arg_on("bf16", "fp16") or self.top("mixed_precision") in ("bf16", "fp16")
+        """Whether 16-bit compute is used with float32 masters."""
+        return self.precision in ("bf16", "fp16")
 
     @property
     def asked_dtype(self) -> str:

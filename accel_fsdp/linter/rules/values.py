@@ -23,8 +23,8 @@ from accel_fsdp.linter.rules.keys import written
 from accel_fsdp.linter.rules.subject import Subject
 
 LARGEST_PORT = 65535
-READ_BY_TRUTH = ("debug", "tpu_use_cluster", "tpu_use_sudo")
-"""Keys of the top level of which Accelerate's launcher asks whether there is a value, and not which one."""
+ALL_OF_A_MACHINE = ("gpu", "auto", "cpu", "xpu")
+"""Words for `num_processes` that the launcher hands on to torchrun."""
 QUOTED = ("mixed_precision", "distributed_type", "dynamo_backend")
 """Keys whose false, which is a bare no, is AF201's or AF208's."""
 DEEPSPEED_FILE_KEYS = (
@@ -49,7 +49,7 @@ def _bare_no_engine(subject: Subject) -> Cases:
         return None
     why = "it counts as 'NO' because num_processes is given"
     why = "Accelerate stops: it asks for --num_processes" if subject.lacks_processes else why
-    severity = None if subject.lacks_processes else "warning"
+    severity = None if subject.lacks_processes else "note"
     return {"word": subject.spelt("distributed_type", "NO"), "why": why, "severity": severity}
 
 
@@ -101,11 +101,13 @@ def _not_a_boolean(subject: Subject) -> Each:
 
 
 def _not_a_whole_number(subject: Subject) -> Each:
-    """YAML 1.1 reads `1e8` as text and `1.0e+8` as a float."""
+    """YAML 1.1 reads `1e8` as text and `1.0e+8` as a float. On one machine torchrun counts the GPUs itself."""
     for path, field, value in written(subject):
         if field.kind is not Kind.INT or value is None or (isinstance(value, int) and not isinstance(value, bool)):
             continue
         if isinstance(value, str) and value.isdecimal():
+            continue
+        if field.key == "num_processes" and value in ALL_OF_A_MACHINE and subject.top("num_machines") == 1:
             continue
         number = from_arguments.number(subject.spelt(field.key, value, field.section), None)
         integer = int(number) if number is not None and number.is_integer() else None
@@ -136,20 +138,20 @@ def _gpu_ids(subject: Subject) -> Cases:
     value = subject.values.get("gpu_ids")
     if value is None or isinstance(value, str):
         return None
-    text, typed = (_joined(numbers) for numbers in (value, subject.spelt("gpu_ids", value)))
+    text, typed = (joined(numbers) for numbers in (value, subject.spelt("gpu_ids", value)))
     is_plain = text == typed and re.fullmatch(r"\d+(,\d+)*", text)
     edits = (Edit("", "gpu_ids", text),) if is_plain else ()
     return {"typed": typed, "text": text if is_plain else "0,1", "edits": edits}
 
 
-def _joined(value: Any) -> str:
+def joined(value: Any) -> str:
+    """The numbers of `gpu_ids` as one text."""
     return ",".join(map(str, value if isinstance(value, list) else [value]))
 
 
 def _by_truth(subject: Subject, quoted: bool) -> Each:
     """`quoted`: the text "false"; else neither true nor false. Debugging slows down each collective."""
-    names = READ_BY_TRUTH if subject.engine is Engine.TPU else READ_BY_TRUTH[:1]
-    for name in (*names, *(("use_cpu",) if subject.engine is not Engine.NONE else ())):
+    for name in ("debug", *(("use_cpu",) if subject.engine is not Engine.NONE else ())):
         value = subject.values.get(name)
         is_text = name != "use_cpu" and isinstance(value, str) and value.lower() in FALSE_WORDS
         is_odd = value is not None and str(value).lower() not in TRUE_WORDS + FALSE_WORDS
@@ -208,27 +210,18 @@ def _deepspeed(subject: Subject, key: str) -> Any:
     return subject.section("deepspeed_config").get(key) if subject.engine is Engine.DEEPSPEED else None
 
 
-def _nvme(subject: Subject, used: bool) -> Each:
-    """Offloads to NVMe if `used`, else paths of other devices."""
-    section = subject.section("deepspeed_config")
+def _nvme(subject: Subject) -> Each:
+    section = subject.section("deepspeed_config") if subject.engine is Engine.DEEPSPEED else {}
     for what in ("optimizer", "param"):
         device, path = f"offload_{what}_device", f"offload_{what}_nvme_path"
-        nvme = str(section.get(device)).lower() == "nvme"
-        words = {"device": device, "path": path, "value": section.get(device, "not given")}
-        if used and nvme and subject.engine is Engine.DEEPSPEED:
-            without = "" if path in section else f" without {path}"
-            yield words | {"key": path if path in section else device, "without": without}
-        elif not used and path in section and not nvme:
-            yield words | {"edits": (Edit("deepspeed_config", path),)}
+        if str(section.get(device)).lower() == "nvme":
+            yield {"device": device, "path": path, "key": path if path in section else device}
 
 
 def _missing_file(subject: Subject) -> Cases:
     """A warning if it is beside the YAML, or in a folder that this machine doesn't have."""
-    place = subject.absent.get("deepspeed_config_file")
-    if subject.engine is not Engine.DEEPSPEED or place is None:
-        return None
-    path = _deepspeed(subject, "deepspeed_config_file")
-    return {"file": path, "severity": "warning" if place else None}
+    path, place = _deepspeed(subject, "deepspeed_config_file"), subject.absent.get("deepspeed_config_file")
+    return None if path is None or place is None else {"file": path, "severity": "warning" if place else None}
 
 
 def _file_and_keys(subject: Subject) -> Cases:
@@ -323,13 +316,9 @@ ROWS = (
         lambda s: _no_number(s, "gradient_accumulation_steps", whole=True),
     ),
     Row(
-        "AF216", "error", "deepspeed_config.{key}", "{device}: nvme{without}",
+        "AF216", "error", "deepspeed_config.{key}", "{device}: nvme",
         "the launcher drops {path}, and the ranks swap to a folder named none in the folder they run in",
-        "a deepspeed_config_file for {device} and its path", lambda s: _nvme(s, used=True), seen="launcher",
-    ),
-    Row(
-        "AF216", "note", "deepspeed_config.{path}", "{path} has no effect: {device} is {value}", "only nvme has a path",
-        "remove {path}", lambda s: _nvme(s, used=False),
+        "a deepspeed_config_file for {device} and its path", _nvme, seen="launcher",
     ),
     Row(
         "AF217", "error", "deepspeed_config.deepspeed_config_file",
