@@ -84,7 +84,7 @@ class Uploads:
                 earlier, self._trouble = self._trouble, store.reason(error)
                 if self._trouble != earlier and not isinstance(error, BlockingIOError):
                     what = f"{self.current} can't be uploaded to {self.store.uri}: {self._trouble}"
-                    console.say(f"{what}; training goes on, and so do the tries", style="yellow")
+                    console.say(f"{what}; training continues, and so do the tries", style="yellow")
             time.sleep(PAUSE_SECONDS)
 
     def _upload(self, checkpoint: Path) -> None:
@@ -129,7 +129,7 @@ def check_unused(training: "TrainingArguments") -> None:
                 fix="--resume_from_checkpoint true to go on with it, or another --checkpoint_uri",
             )
 
-    _on_first(training, check, "training goes on, and checkpoints are uploaded once it answers")
+    _on_first(training, check, "training continues, and checkpoints are uploaded once it answers")
 
 
 def fetch_newer(training: "TrainingArguments") -> None:

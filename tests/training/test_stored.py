@@ -64,7 +64,7 @@ def test_a_run_goes_on_from_the_store_alone(s3: S3, trains: Trains, tmp_path: Pa
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tries again soon, here and in Amazon's library."""
-    monkeypatch.setattr(stored, "LONGEST_PAUSE_SECONDS", 0.2)
+    monkeypatch.setattr(stored, "PAUSE_SECONDS", 0.2)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
 
 
@@ -92,7 +92,7 @@ def test_a_store_that_fails_delays_no_step(s3: S3, trains: Trains, tmp_path: Pat
     assert not refusals
     lines = finished.output.splitlines()
     down = next(line for line in lines if "can't be uploaded" in line)
-    what = rf"checkpoint-\d can't be uploaded to {uri}: .+; training goes on, and so do the tries"
+    what = rf"checkpoint-\d can't be uploaded to {uri}: .+; training continues, and so do the tries"
     assert re.fullmatch(what, down), down  # what is said of a connection depends on where it broke
     last = next(line for line in lines if line.startswith("checkpoint-6 is at"))
     assert lines.index(down) < lines.index(last)
@@ -110,7 +110,7 @@ def test_a_store_that_never_answers(s3: S3, trains: Trains, tmp_path: Path) -> N
     flags = (*STEPS, "--checkpoint_uri", uri, "--upload_timeout", "2")
     output = trains(*flags, code=1).output
     assert f"{uri}: {reason}" in output
-    assert "training goes on, and checkpoints are uploaded once it answers" in output
+    assert "training continues, and checkpoints are uploaded once it answers" in output
     assert f"error: checkpoint-6: {reason}, not uploaded to {uri}" in output
     assert "  fix: the same command with --resume_from_checkpoint true" in output
     assert (run / "final" / "model.safetensors").exists()
