@@ -162,7 +162,7 @@ def versions() -> dict[str, str]:
 TESTED = {
     "torch": ("2.11.0", "2.15.0"),
     "accelerate": ("1.15.0", "1.15.0"),
-    "transformers": ("5.17.0", "5.23.0"),
+    "transformers": ("5.17.0", "5.24.0"),
     "peft": ("0.21.0", "0.21.2"),
     "datasets": ("4.0.0", "5.2.0"),
 }
