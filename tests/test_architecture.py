@@ -56,7 +56,6 @@ PATCHING = {
     "ranks.raised",
     "ranks.saves",
     "ranks.watch",
-    "ranks.weights",
     "prediction.tracing.axes",
     "training.patches",
 }

@@ -1,17 +1,12 @@
 """The collectives that this rank has called, from torch's record of them, and the script's lines that called them."""
 
 import contextlib
-import os
 import pickle
-import re
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from accel_fsdp.ranks import events, flight_records, script
-from accel_fsdp.ranks.events import RankEvent
+from accel_fsdp.ranks import events, script
 
 NAMES: Mapping[str, str] = {
     **dict.fromkeys(("wait_for_everyone", "barrier", "monitored_barrier"), "barrier"),
@@ -48,28 +43,6 @@ class Call(NamedTuple):
         return "the model" if self.kind == "forward" else self.call
 
 
-def aborted(folder: Path, script_file: Path) -> list[RankEvent]:
-    """An event for each rank whose process a library aborted, with the call that the script was in."""
-    results = []
-    for path in folder.glob(f"*{events.ABORTED}"):
-        frames = re.findall(r'File "(.+)", line (\d+) in (.+)', path.read_text(encoding="utf-8", errors="replace"))
-        own_frames = [number for number, (file, *_) in enumerate(frames) if _folder(file) == _folder(script_file)]
-        if own_frames:
-            lines = [
-                f"{script_file.parent / os.path.basename(file)}:{line}"
-                for file, line, _ in map(frames.__getitem__, own_frames)
-            ]
-            call = _called_function([name for *_, name in frames[: own_frames[0]]], "a collective")
-            content = {"calls": [["", 0, "", call, lines[::-1], []]], "line": lines[0]}
-            results.append(RankEvent(int(path.name.partition(".")[0]), time.monotonic(), "aborted", content))
-    return results
-
-
-def _folder(file: str | Path) -> str:
-    """The absolute folder; empty for code that isn't in a file, such as <string>."""
-    return "" if str(file).startswith("<") else os.path.dirname(os.path.abspath(file))
-
-
 def _called_function(names: Sequence[str], collective: str) -> str:
     """The function of `names` (innermost first) that the script's line calls; the collective if none is known."""
     return next((name for name in reversed(names) if name in NAMES), collective)
@@ -90,10 +63,11 @@ def calls_of(content: Mapping[str, Any]) -> list[Call]:
 
 
 def _calls() -> list[Call]:
+    from torch._C._distributed_c10d import _dump_fr_trace
+
     with _without_inductor():
-        dump, _ = flight_records.newest("", pickle.loads)
-    entries = pickle.loads(dump)["entries"] if dump else []
-    return [_call(entry) for entry in entries if not entry.get("is_p2p")]
+        dump = _dump_fr_trace()
+    return [_call(entry) for entry in pickle.loads(dump).get("entries", ()) if not entry.get("is_p2p")]
 
 
 def _call(entry: Mapping[str, Any]) -> Call:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from accel_fsdp.job import from_run
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.ranks import events, script
@@ -33,8 +34,6 @@ MOST_ROWS = 2048
 """The number of rows of an epoch that are recorded."""
 MOST_EPOCHS = 3
 """The number of epochs of a loader that are recorded."""
-MOST_BY_HAND = 256
-"""The first forward passes whose rows are noted where no loader gives them."""
 PREPARED = "accelerator.prepare"
 
 
@@ -68,7 +67,6 @@ class DrawnRows:
     planned: int | None = None
     batches: tuple[int, int] | None = None
     batch: int | None = None
-    drops_last: bool = False
     sharders: list[str] = field(default_factory=list)
     sampler_epoch: int | None = None
 
@@ -105,7 +103,6 @@ class ObservedRows:
         self.unfinished: list[_Pass] = []
         self.last: _Pass | None = None
         self.at_line: Counter[str] = Counter()
-        self.has_trained = False
 
     def install(self) -> None:
         from torch.utils.data import DataLoader
@@ -138,7 +135,11 @@ class ObservedRows:
     def ran_backward(self) -> None:
         if self.last:
             self.last.trained = self.last.given
-            self.has_trained = True
+
+    @property
+    def epoch(self) -> list[int] | None:
+        """Names the loader that gave the last batch, and the pass over it."""
+        return [id(self.last.loader), id(self.last)] if self.last else None
 
     @property
     def batches(self) -> tuple[int, int]:
@@ -149,12 +150,9 @@ class ObservedRows:
         ended = self.last
         return ended.rows.batches if ended and ended.is_over and ended.rows.batches else (0, 0)
 
-    def report_end(self, by_hand: list[list[int] | None], line: str) -> None:
-        """Reports the remaining rows; `by_hand` are those of the forward passes, for a script without a loader."""
+    def report_end(self) -> None:
         for unfinished in self.unfinished:
             self._report(unfinished)
-        if by_hand and not self.has_trained:
-            events.report("drawn", **asdict(DrawnRows(line, line, epoch=1, places=None, hashes=by_hand)))
 
     def _on_loader(self, _: Any, dataset: Any, *__: Any, **___: Any) -> None:
         if script.is_calling(sys._getframe(2)):  # a library makes another loader of the same data set
@@ -206,7 +204,7 @@ class ObservedRows:
 
     def _report(self, ended: _Pass) -> None:
         loader, rows = ended.loader, ended.rows
-        if not ended.trained or loader.noted >= MOST_EPOCHS:
+        if not ended.trained or from_run.ranks_may_share_rows() or loader.noted >= MOST_EPOCHS:
             return
         if loader.number < 0:
             loader.number = self.at_line[rows.line]
@@ -264,7 +262,6 @@ def _facts(indices: Any, dataset: Any) -> dict[str, Any]:
     sampler: Any = batches.sampler
     facts |= {"batch": batches.batch_size, "sharders": [PREPARED] * is_shard}
     facts["is_own"] = not type(sampler).__module__.startswith("torch.")
-    facts["drops_last"] = batches.drop_last or getattr(sampler, "drop_last", False) is True
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
         facts["sharders"].append("a DistributedSampler")
     if isinstance(epoch := getattr(sampler, "epoch", None), int) and hasattr(sampler, "set_epoch"):

@@ -43,14 +43,6 @@ def of_batches(forwards: Sequence[Mapping[str, Any]]) -> list[float]:
     return [float(forward["gradients"][forward["loss"]]) for forward in forwards]
 
 
-def of_rank(update: Mapping[str, Any]) -> float | None:
-    """The sum of the gradients of a rank's mean losses that the model itself computed; None for other losses."""
-    own_losses = [forward for forward in update["forwards"] if "num_items_in_batch" not in forward["inputs"][1]]
-    gradients = [forward["gradients"][forward["loss"]] for forward in own_losses if forward["loss"] is not None]
-    is_known = len(gradients) == len(update["forwards"]) and all(gradient is not None for gradient in gradients)
-    return sum(float(gradient) for gradient in gradients) if is_known else None
-
-
 def misdivided(update: Mapping[str, Any], ranks: int) -> dict[str, Any] | None:
     """The gradients of the losses that the model itself computed add up to 1 over a step, if each is divided once."""
     accumulation, shares = update["accumulation"], of_batches(update["forwards"])

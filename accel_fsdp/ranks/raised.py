@@ -35,11 +35,11 @@ class ObservedErrors:
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
             return torch.nn.Module.__call__(module, *args, **kwargs)  # looked up late: the recorder replaces it
 
-        self._watch(torch.Tensor, "backward", torch.Tensor.backward)
+        torch.Tensor.backward = self._watched(torch.Tensor.backward)  # type: ignore[method-assign]
         for wrapper in (FullyShardedDataParallel, DistributedDataParallel, FSDPModule):
-            self._watch(wrapper, "__call__", call)
+            setattr(wrapper, "__call__", self._watched(call))  # noqa: B010
 
-    def _watch(self, owner: Any, name: str, original: Callable[..., Any]) -> None:
+    def _watched(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def watched(*args: Any, **kwargs: Any) -> Any:
             self.depth += 1
@@ -48,13 +48,12 @@ class ObservedErrors:
             except Exception as error:
                 if self.depth == 1 and self.reported < MOST:
                     self.reported += 1
-                    line = script.line_of_stack(sys._getframe(1))
-                    events.report("raised", error=in_a_line(error), line=line)
+                    events.report("raised", error=in_a_line(error), line=script.line_of_stack(sys._getframe()))
                 raise
             finally:
                 self.depth -= 1
 
-        setattr(owner, name, watched)
+        return watched
 
 
 def chain(error: BaseException) -> Iterator[str]:

@@ -37,7 +37,6 @@ MOST_UPDATES = 2
 KNOWN_OPTIMIZERS = ("torch.optim.", "transformers.")
 """Modules whose optimizers communicate with no other rank in a step."""
 DEEPSPEED = "DeepSpeed's engine reduces, clips and clears gradients itself, and steps on copies of its own"
-LOCAL_SGD = "LocalSGD averages the ranks' weights at intervals, not their gradients"
 UPDATES = Observation(
     "updates, to repeat them in one process",
     *parts.RELIES_ON,
@@ -77,7 +76,6 @@ class Recorder:
         self.models: weakref.WeakKeyDictionary[nn.Module, tuple[int, str]] = weakref.WeakKeyDictionary()
         self.places: list[Place] = []
         self.update: Update | None = None
-        self.begun: Parts = {}
         self.written = 0
         self.depth = 0
         self.in_backward = self.in_step = self.is_scaled = False
@@ -102,10 +100,8 @@ class Recorder:
             after(wrapper, "__init__", lambda model, *_, **__: self.prepare(model))
         if is_installed("accelerate"):
             from accelerate import Accelerator
-            from accelerate.local_sgd import LocalSGD
 
             before(Accelerator, "prepare", self.keep_all)
-            before(LocalSGD, "__enter__", self._skip_local_sgd)
         after(fsdp, "fully_shard", lambda module, *_, **__: self.prepare(module))
         before(torch.nn.utils, "clip_grad_norm_", self._record_clipping)
         before(fsdp.FullyShardedDataParallel, "clip_grad_norm_", self._record_clipping)
@@ -124,7 +120,9 @@ class Recorder:
         if root in self.models:
             return
         number = len(self.copies)
-        self.wrapped_at = self.wrapped_at or script.line_of_stack(sys._getframe(2))
+        if not self.copies:
+            self.wrapped_at = script.line_of_stack(sys._getframe(2))
+            events.report("wrapped", line=self.wrapped_at)
         self.copies.append(copied(root))
         self.buffers.append(buffers.copied(root))
         self.models |= {inner: (number, path) for path, inner in root.named_modules()}
@@ -146,10 +144,6 @@ class Recorder:
     def _note_scaler(self, *_: Any, **__: Any) -> None:
         self.is_scaled = True
 
-    def _skip_local_sgd(self, local: Any) -> None:
-        if local.enabled:
-            self.why = LOCAL_SGD
-
     def prepare(self, model: "nn.Module") -> None:
         """Called with a model after it, or a part of it, has been sharded; wrappers around it are among its modules."""
         if isinstance(model, list) or (known := self.models.get(unwrapped(model))) is None:
@@ -164,10 +158,6 @@ class Recorder:
         """Ends the last update, at the end of the script."""
         self._close()
         self._stop()
-        if self.written:
-            now = parts.parts(self.places, lambda parameter: parameter)
-            unchanged = (name not in now or part.equal(now[name][1]) for name, (_, part) in self.begun.items())
-            events.report("weights", moved=not all(unchanged))
 
     def _stop(self) -> None:
         while self.remove:
@@ -243,7 +233,6 @@ class Recorder:
         if any(map(has_hooks, (place.parameter for place in self.places))):
             why = why or "weights have hooks"
         weights = self._weights()
-        self.begun = self.begun or weights
         model = next(iter(models.values()))
         if hook := precision.other_reduction(model):
             why = why or f"{hook} reduces gradients to something else than their mean"

@@ -16,7 +16,7 @@ from accel_fsdp.ranks.between_ranks import MOSTLY
 from accel_fsdp.ranks.holding import user_name
 from accel_fsdp.ranks.outputs import tensors_in
 from accel_fsdp.ranks.ratios import EXACT, factor, is_changed, norm, ratio, share_changed
-from accel_fsdp.ranks.recording import KNOWN_OPTIMIZERS, LOCAL_SGD, Recorder
+from accel_fsdp.ranks.recording import KNOWN_OPTIMIZERS, Recorder
 from accel_fsdp.ranks.records import united
 from accel_fsdp.waiting import comes_true
 
@@ -68,8 +68,7 @@ def _compare(recorder: Recorder, number: int, updates: Sequence[dict[str, Any]])
     try:
         _Repeated(recorder, number, updates).compare()
     except Unrepeatable:
-        is_local_sgd = updates[0]["why"] == LOCAL_SGD
-        if not is_local_sgd and (content := between_ranks.copies(updates, "reduced")):
+        if content := between_ranks.copies(updates, "reduced"):
             events.report("otherwise", what="copies", line=updates[0]["line"], of="gradient", **content)
         raise
 
@@ -144,16 +143,13 @@ class _Repeated:
             self._report("counted", self.first["line"], **content)
         before, after = self._whole_tensors("weights"), self._whole_tensors("after")
         why = self._compare_steps(before, used, after)
-        has_changed = any(not before[name].equal(after[name]) for name in after)
         events.report(
             "repeated",
             update=self.number + 1,
             apart=worst,
             steps=why,
-            moved=has_changed,
             cleared=bool(plain) and not any(bool(gradient.any()) for gradient in used.values()),
             rates=[settings.get("lr") for step in self.first["steps"] for settings in step["settings"]],
-            shares=[loss_shares.of_rank(update) for update in self.updates],
             changed=any(map(is_changed, self.updates)),
             line=self._step_line,
             cleared_at=self.first["cleared"],

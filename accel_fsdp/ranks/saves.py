@@ -13,19 +13,19 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.checkpoints import tensor_names
+from accel_fsdp.checkpoints import file_names, tensor_names
 from accel_fsdp.job import from_run
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.ranks import copies, events, holding, parts, script
 from accel_fsdp.ranks.holding import user_name
 from accel_fsdp.ranks.observing import Observation, after, guarded
-from accel_fsdp.ranks.weights import ObservedWeights, sums
+from accel_fsdp.ranks.steps import ObservedSteps, sums
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 
@@ -69,8 +69,13 @@ CALLS = (
     _Call(DCP, "save", OF_DCP, content="state_dict"),
     _Call(DCP, "async_save", OF_DCP, content="state_dict"),
 )
-LOADS = (_Call("torch", "load", "f *"), _Call("safetensors.torch", "load_file", "filename *"))
-PATHS = ("output_dir", "save_directory", "checkpoint_id", "filename", "f")
+LOADS = (
+    _Call("torch", "load", "f *"),
+    _Call("safetensors.torch", "load_file", "filename *"),
+    _Call("accelerate.accelerator", "Accelerator.load_state"),
+    _Call("transformers.trainer", "Trainer._load_optimizer_and_scheduler"),
+)
+PATHS = ("output_dir", "save_directory", "input_dir", "checkpoint", "checkpoint_id", "filename", "f")
 """The arguments that name the folder or the file."""
 HELD = Observation("the weights at each save", *parts.RELIES_ON)
 RELIES_ON = (*(call.path for call in CALLS + LOADS), Internal("torch.distributed:barrier"))
@@ -88,8 +93,8 @@ class ObservedSaves:
     Functions count only if the script itself calls them: libraries can read their own files.
     """
 
-    def __init__(self, weights: ObservedWeights) -> None:
-        self.weights = weights
+    def __init__(self, records: ObservedSteps) -> None:
+        self.records = records
         self.writing = _Writing()
         self.watched: set[_Call] = set()
         self.barriers = 0
@@ -160,7 +165,8 @@ class ObservedSaves:
     def _report(self, call: _Call, path: str, arguments: Mapping[str, Any], files: list[dict[str, Any]]) -> None:
         line = script.line_of_stack(sys._getframe(2))
         if call in LOADS:
-            events.report("loaded", path=path)
+            has_optimizer = any(Path(path).glob(f"{file_names.OPTIMIZER}*"))
+            events.report("loaded", path=path, optimizer=has_optimizer, line=line)
             return
         saved = next((value for value in list(arguments.values())[:2] if _is_module(value)), None)
         events.report(
@@ -168,13 +174,13 @@ class ObservedSaves:
             call=call.label,
             path=path,
             line=line,
-            step=self.weights.steps,
+            step=self.records.steps,
             barriers=self.barriers,
             machine=LaunchEnvironment.now().machine_rank,
             weights=None if saved is None else self._weights_of_other(saved),
             files=files,
         )
-        self.report_held(self.weights.steps)
+        self.report_held(self.records.steps)
 
     def _weights_of_other(self, saved: "nn.Module") -> int | None:
         """The number of weights of a part of the trained model, or of another model; None for the trained one."""
@@ -210,33 +216,26 @@ class ObservedSaves:
 
     def _content(self, saved: Any, by_dcp: bool) -> dict[str, Any]:
         """The content of a file. DCP writes a whole DTensor, each rank its part."""
-        storages = self.weights.shard_storages()
-        named = list(_named_tensors(saved))
-        counts = [(int(self._is_part(name, tensor, storages, by_dcp)), 1) for name, tensor in named]
-        if not named:
-            counts = [shards_in(saved, storages)]
-        has_optimizer = isinstance(saved, Mapping) and any("param_groups" in inner for inner in _mappings(saved))
+        storages = self.records.shard_storages()
+        tensors = list(_tensors(saved))
         whole: dict[str, tuple[list[int], str, float, float]] = {}
-        for name, tensor in named:
-            if _is_plain(tensor) and name not in whole:
+        for name, tensor in tensors:
+            if name and _is_plain(tensor) and name not in whole:
                 sum_and_norm = sums(tensor) if user_name(name) in self.names else (0.0, 0.0)
                 whole[name] = (list(tensor.shape), str(tensor.dtype).removeprefix("torch."), *sum_and_norm)
         return {
-            "shards": sum(shards for shards, _ in counts),
-            "tensors": sum(tensors for _, tensors in counts),
-            "bare": bool(named) and isinstance(saved, Mapping) and all(_is_tensor(value) for value in saved.values()),
-            "optimizer": has_optimizer,
+            "shards": sum(self._is_part(*named) or _is_shard(named[1], storages, by_dcp) for named in tensors),
+            "tensors": len(tensors),
+            "bare": bool(tensors) and isinstance(saved, Mapping) and all(map(_is_tensor, saved.values())),
+            "optimizer": _has_groups(saved),
             "weights": whole,
         }
 
-    def _is_part(self, name: str, tensor: Any, storages: set[int], by_dcp: bool) -> bool:
-        """Whether a tensor is this rank's part of a weight, by its class, its storage or its name."""
-        if not _is_plain(tensor):
-            return not by_dcp and bool(shards_in(tensor, storages)[0])
+    def _is_part(self, name: str, tensor: Any) -> bool:
+        """Whether a plain tensor with a weight's name has the size of this rank's part, such as a copy of it."""
         place = self.places.get(user_name(name))
-        if place is not None and tuple(tensor.shape) != place.shape:
-            return tensor.numel() == place.now().numel() < prod(place.shape) or _is_stored_in(tensor, storages)
-        return _is_stored_in(tensor, storages)
+        is_other = place is not None and _is_plain(tensor) and tuple(tensor.shape) != place.shape
+        return bool(is_other and place and tensor.numel() == place.now().numel() < prod(place.shape))
 
 
 def _has_been_imported(module: str, name: str) -> bool:
@@ -286,47 +285,29 @@ def _is_plain(tensor: Any) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta
 
 
-def _mappings(saved: Mapping[Any, Any]) -> Iterator[Mapping[Any, Any]]:
-    yield saved
-    for value in saved.values():
-        if isinstance(value, Mapping):
-            yield from _mappings(value)
+def _has_groups(saved: Any) -> bool:
+    """Whether the state of an optimizer is saved."""
+    return isinstance(saved, Mapping) and ("param_groups" in saved or any(map(_has_groups, saved.values())))
 
 
-def _named_tensors(saved: Any) -> Iterator[tuple[str, Any]]:
-    """The tensors of a state dict, or of those in a dict, by name."""
-    for mapping in _mappings(saved) if isinstance(saved, Mapping) else ():
-        for name, value in mapping.items():
-            if isinstance(name, str) and _is_tensor(value):
-                yield name, value
+def _tensors(saved: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The tensors in dicts, lists and modules, with their names in these."""
+    if _is_tensor(saved):
+        yield name, saved
+    elif isinstance(saved, Mapping):
+        for key, value in saved.items():
+            yield from _tensors(value, key if isinstance(key, str) else "")
+    elif isinstance(saved, list | tuple) or _is_module(saved):
+        for value in saved.parameters() if _is_module(saved) else saved:
+            yield from _tensors(value)
 
 
-def shards_in(saved: Any, storages: set[int]) -> tuple[int, int]:
-    """Counts the tensors in `saved`, including those in dicts and lists: this rank's shards, and all tensors."""
-    import torch
-
-    if isinstance(saved, torch.nn.Module):
-        saved = list(saved.parameters())
-    if isinstance(saved, Mapping):
-        saved = list(saved.values())
-    if isinstance(saved, list | tuple):
-        counts = [shards_in(item, storages) for item in saved]
-        return sum(shards for shards, _ in counts), sum(tensors for _, tensors in counts)
-    if type(saved).__name__ == "ShardedTensor":
-        return 1, 1
-    return (int(_is_shard(saved, storages)), 1) if isinstance(saved, torch.Tensor) else (0, 0)
-
-
-def _is_shard(tensor: Any, storages: set[int]) -> bool:
+def _is_shard(tensor: Any, storages: set[int], by_dcp: bool) -> bool:
     from torch.distributed.tensor import DTensor
 
+    if type(tensor).__name__ == "ShardedTensor":
+        return not by_dcp
     if isinstance(tensor, DTensor):
-        return any(
-            not place.is_replicate() and tensor.device_mesh.size(dimension) > 1
-            for dimension, place in enumerate(tensor.placements)
-        )
-    return _is_stored_in(tensor, storages)
-
-
-def _is_stored_in(tensor: "torch.Tensor", storages: set[int]) -> bool:
-    return bool(storages) and not tensor.is_meta and tensor.untyped_storage().data_ptr() in storages
+        sizes = enumerate(tensor.placements)
+        return not by_dcp and any(p.is_shard() and tensor.device_mesh.size(number) > 1 for number, p in sizes)
+    return not tensor.is_meta and tensor.untyped_storage().data_ptr() in storages

@@ -75,13 +75,7 @@ def absence(events: Sequence[RankEvent]) -> Absence | None:
     all_ranks = {event.rank for event in events if event.kind == "began"}
     if unequal := _unequal_sizes(calls):
         return unequal
-    aborted = {event.rank: calls_of(event.content)[-1] for event in events if event.kind == "aborted"}
-    mismatch = next(_mismatches(calls), None) or _mismatch_with_ended(calls, all_ranks, aborted)
-    if mismatch is None and aborted:
-        rank, call = next(iter(aborted.items()))
-        return Absence(
-            f"{call.function} on rank {rank} receives another size than it waits for", call.lines[-1], FIXES["sizes"]
-        )
+    mismatch = next(_mismatches(calls), None) or _mismatch_with_silent(calls, all_ranks)
     return _absence_of(mismatch, events) if mismatch else None
 
 
@@ -135,8 +129,8 @@ def _before_end(call: Call | None) -> Call | None:
     return call if call and call.lines else None
 
 
-def _mismatch_with_ended(calls: Calls, all_ranks: set[int], aborted: Mapping[int, Call]) -> _Mismatch | None:
-    """The mismatch with a rank that reported no calls: it has ended, or a library aborted it in the call of `aborted`.
+def _mismatch_with_silent(calls: Calls, all_ranks: set[int]) -> _Mismatch | None:
+    """The mismatch with a rank that reported no calls, as it has ended.
 
     The call that the other rank makes alone is then its last one under a condition on its rank.
     """
@@ -145,11 +139,8 @@ def _mismatch_with_ended(calls: Calls, all_ranks: set[int], aborted: Mapping[int
         last = _before_end(_last_call(own_calls))
         if not silent or not last:
             continue
-        its_call = aborted.get(silent[0])
-        if its_call and _branch(its_call) and its_call.lines != last.lines:
-            return _Mismatch(silent[0], its_call, rank, last)
         by_number = next((call for call in reversed(own_calls) if _branch(call)), None)
-        return _Mismatch(rank, by_number or last, silent[0], its_call, is_new=by_number is not None)
+        return _Mismatch(rank, by_number or last, silent[0], is_new=by_number is not None)
     return None
 
 

@@ -32,57 +32,26 @@ DISTRIBUTED = "a DistributedSampler"
 
 def find(events: Sequence[RankEvent]) -> Iterator[Failure]:
     """Yields the most serious mistake, of the first loader and epoch that has one."""
-    row_events = [event for event in events if event.kind == "rows"]
-    if any(event.content["may_share"] for event in row_events):
-        return
     by_loader: dict[tuple[Any, ...], dict[int, Mapping[str, Any]]] = {}
     for event in events:
         if event.kind == "drawn":
             rows = event.content
             by_loader.setdefault((rows["epoch"], rows["line"], rows["loader"]), {})[event.rank] = rows
-    checks = [_same_rows(events, row_events)]
-    checks += [look(of_ranks) for look in (_shared, _lost, _split_twice) for _, of_ranks in sorted(by_loader.items())]
-    checks += [_smaller_batches(events, of_ranks) for _, of_ranks in sorted(by_loader.items())]
+    checks = [
+        look(of_ranks) for look in (_shared, _sharded_twice, _split_twice) for _, of_ranks in sorted(by_loader.items())
+    ]
     checks += [_not_shuffled(events, rank) for rank in sorted({event.rank for event in events})]
     yield from list(chain.from_iterable(checks))[:1]
 
 
-def _same_rows(events: Sequence[RankEvent], row_events: Sequence[RankEvent]) -> Iterator[Failure]:
-    """A dataloader that was not prepared gives each rank the same rows."""
-    rows = [event.content["hashes"] for event in row_events]
-    prepared = any(event.kind == "prepared-rows" for event in events)  # then equal rows come from the data itself
-    if not prepared and len(rows) > 1 and rows[0] and all(hashes == rows[0] for hashes in rows):
-        what, line = f"all {len(rows)} ranks train on the same rows", row_events[0].content["line"]
-        if own := line_of_own_loader(file := line.rpartition(":")[0]):
-            yield mistake(what, "return self.accelerator.prepare(dataloader)", f"{file}:{own}")
-        else:
-            yield mistake(what, "accelerator.prepare(dataloader), or a DistributedSampler", line)
-
-
-def _lost(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
-    """Rows of the data set that no rank takes in an epoch, beyond an incomplete last batch that is dropped."""
+def _sharded_twice(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
+    """A sampler gives each rank a part of the rows, and `prepare` gives it a part of that."""
     records = list(of_ranks.values())
     first = records[0]
-    length = first["length"]
-    if len(records) < 2 or not all(rows["once"] and rows["length"] == length for rows in records):
-        return
-    if not all(_same_data(first, other) is not False for other in records[1:]):
-        return
-    if all(rows["is_whole"] for rows in records):
-        drawn = len(set().union(*(_places(rows) for rows in records)))
-    else:
-        drawn = sum(rows["planned"] for rows in records)
-    dropped = len(records) * first["batch"] if any(rows["drops_last"] for rows in records) else 0
-    if length - drawn > dropped:
-        sharders = first["sharders"]
-        detail, fix = (
-            "",
-            "a sampler that gives each row to one rank: DistributedSampler(data), or accelerator.prepare(loader)",
-        )
-        if len(sharders) > 1:
-            detail = f": {' and '.join(sharders)} both give each rank a part"
-            fix = "leave out the DistributedSampler: accelerator.prepare(dataloader) gives each rank its part"
-        what = f"of {counted(length, 'row')} the ranks take only {drawn} in an epoch{detail}"
+    if all(rows["once"] and len(rows["sharders"]) > 1 for rows in records):
+        rows = f"of {counted(first['length'], 'row')} the ranks take only {sum(rows['planned'] for rows in records)}"
+        what = f"{rows} in an epoch: {' and '.join(first['sharders'])} both give each rank a part"
+        fix = "leave out the DistributedSampler: accelerator.prepare(dataloader) gives each rank its part"
         yield mistake(what, fix, first["line"])
 
 
@@ -119,28 +88,18 @@ def _shared(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
             is_mistake = has_enough and by_content and share >= minimum
         if is_mistake:
             are_apart = same_data is False or set(_places(record)).isdisjoint(_places(other_record))
-            yield mistake(
+            what = (
                 f"rank {other} trained on {len(first_rows & other_rows)} of {counted(len(other_rows), 'row')} that "
-                f"rank {first} had too, in epoch {record['epoch']}",
-                _fix(record["sharders"], are_apart),
-                line_of_draw(other_record["line"]) if are_apart else other_record["line"],
+                f"rank {first} had too, in epoch {record['epoch']}"
             )
+            line = other_record["line"]
+            file = line.rpartition(":")[0]
+            if not record["sharders"] and (own := line_of_own_loader(file)):
+                yield mistake(what, "return self.accelerator.prepare(dataloader)", f"{file}:{own}")
+            else:
+                fix = _fix(record["sharders"], are_apart)
+                yield mistake(what, fix, line_of_draw(line) if are_apart else line)
             return
-
-
-def _smaller_batches(events: Sequence[RankEvent], of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
-    """Smaller batches on one rank, whose mean losses weigh as much as those of larger batches."""
-    shares = [share for event in events if event.kind == "repeated" for share in event.content["shares"]]
-    batches = {rank: rows["batch"] for rank, rows in sorted(of_ranks.items()) if rows["batch"]}
-    if None in shares or len(set(shares)) != 1 or len(set(batches.values())) < 2:
-        return
-    most, least = max(batches, key=lambda rank: batches[rank]), min(batches, key=lambda rank: batches[rank])
-    yield mistake(
-        f"rank {least} takes {counted(batches[least], 'row')} in a batch, and rank {most} {batches[most]}: the mean "
-        "loss of each counts alike",
-        "the same batch_size on all ranks; or each rank's loss times its rows, divided by the mean of all ranks' rows",
-        of_ranks[least]["line"],
-    )
 
 
 def _fix(sharders: Sequence[str], are_apart: bool) -> str:

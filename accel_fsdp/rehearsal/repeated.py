@@ -62,7 +62,8 @@ def summary(events: Sequence[RankEvent]) -> str:
         notes += "; the learning rate is 0 in them, so that no weight moves"
     if any(update["changed"] for update in updates):
         notes += "; not repeated: what the script changes in them before the step"
-    left: list[str] = next((event.content["kept"] for event in events if event.kind == "uncovered"), [])
+    models = (model for event in events if event.kind == "trained" for model in event.content["models"])
+    left: list[str] = next((model["left"] for model in models if model["left"]), [])
     if left:
         notes += f"; no optimizer has {first_few(left, 1)}, which have gradients"
     steps = f"the first {len(updates)} steps" if len(updates) > 1 else "the first step"
@@ -154,8 +155,16 @@ def _without_effect(events: Sequence[RankEvent]) -> Iterator[Failure]:
         what = f"the optimizer gets no gradient in {counted(len(updates), 'step')}"
         fix = "backward, then optimizer.step(), then zero_grad(); and the last micro-batch of a step outside of no_sync"
         yield mistake(what, fix, updates[0]["cleared_at"] or line)
-    elif not _rate_is_0(events) and not any(event.content["moved"] for event in events if event.kind == "weights"):
+    elif not _rate_is_0(events) and not _moves(events):
         yield mistake("no weight moved in any step", "see the optimizer's rate and its schedule", line)
+
+
+def _moves(events: Sequence[RankEvent]) -> bool:
+    """Whether a weight has changed since the first step; also if nothing is known of them."""
+    held: dict[int, list[Any]] = {}
+    for event in (event for event in events if event.kind == "weight-parts"):
+        held.setdefault(event.rank, []).append(event.content["held"])
+    return not held or any(of_rank[0] != of_rank[-1] for of_rank in held.values())
 
 
 def _rate_is_0(events: Sequence[RankEvent]) -> bool:

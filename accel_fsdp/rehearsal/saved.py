@@ -250,14 +250,9 @@ def _misshapen(files: Sequence[_File], model: _Model) -> Iterator[Failure]:
 
 
 def _untrained(files: Sequence[_File], model: _Model) -> Iterator[Failure]:
-    """Whole weights with one rank's values, or multiplied ones; and saves that all hold the values before training."""
-    readings = [(file, _kind_of_values(file, model)) for file in files]
-    for file, reading in readings:
-        if reading not in (NOW, FIRST, OTHER, None):
-            yield mistake(f"{file.what} with {reading}", GATHER, file.line)
-            return
-    if readings and all(reading == FIRST for _, reading in readings):
-        file = readings[-1][0]
+    """Saves that all hold the values before training."""
+    if files and all(_kind_of_values(file, model) == FIRST for file in files):
+        file = files[-1]
         yield mistake(
             f"{file.what} after {counted(file.step, 'step')} with the weights from before the first one",
             "take the state dict when you save it: state = accelerator.get_state_dict(model) after the last step",
@@ -266,7 +261,7 @@ def _untrained(files: Sequence[_File], model: _Model) -> Iterator[Failure]:
 
 
 def _kind_of_values(file: _File, model: _Model) -> str | None:
-    """The values in a file: NOW, FIRST, OTHER or a mistake, by its weights that have changed; None without any."""
+    """The values in a file, by its weights that have changed; None without any."""
     now, moved = model.at(file.step), model.moved(file.step)
     saved = {
         holding.user_name(name): ((total, norm), ROUNDING[dtype])
@@ -288,14 +283,6 @@ def _kind_of_values(file: _File, model: _Model) -> str | None:
         return NOW
     if holds(model.first) and all(rounding <= ROUNDING["float32"] for _, rounding in saved.values()):
         return FIRST
-    if not now:
-        return OTHER
-    for rank, parts in model.parts[file.step].items():
-        if holds({name: (total, norm) for name, (_, total, norm) in parts.items()}):
-            return f"the part that rank {rank} holds, and 0 for the others"
-    for ratio, factor in ((model.ranks, str(model.ranks)), (1 / model.ranks, f"1/{model.ranks}")):
-        if holds({name: (total * ratio, norm * ratio) for name, (total, norm) in now.items()}):
-            return f"weights that are {factor} times the model's"
     return OTHER
 
 

@@ -1,0 +1,373 @@
+"""Records each step of an optimizer on a rank: rates, backward passes, gradients, mode, and the weights around it.
+
+It computes sums on each rank, without communication, so it can't hang a script. `rehearsal/mistakes.py` judges them.
+"""
+
+import math
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp.config import Engine
+from accel_fsdp.job import from_run
+from accel_fsdp.library_internals import Internal
+from accel_fsdp.ranks import events, parts, script
+from accel_fsdp.ranks.between_ranks import differs_in_training
+from accel_fsdp.ranks.holding import user_name
+from accel_fsdp.ranks.observing import Observation, after, before, caller, guarded
+from accel_fsdp.ranks.parts import Place
+from accel_fsdp.ranks.schedules import ObservedSchedules
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+SETTINGS = ("lr", "weight_decay", "betas", "momentum")
+"""The settings with which an optimizer updates a group of parameters; they must be equal on all ranks."""
+OPTIMIZERS = Observation(
+    "optimizers that are made",
+    Internal("torch.optim:Optimizer.__init__", "self params defaults"),
+    Internal("torch.optim:Optimizer.add_param_group", "self param_group"),
+    Internal("torch.optim.optimizer:register_optimizer_step_post_hook", "hook"),
+)
+MODELS = Observation(
+    "weights around each step",
+    *parts.RELIES_ON,
+    Internal("torch.nn.parallel:DistributedDataParallel.__init__", "self module *"),
+    Internal("torch.nn:Module.train", "self mode"),
+    Internal("torch.nn:Module.requires_grad_", "self requires_grad"),
+    Internal("torch.nn:Module.load_state_dict", "self *"),
+)
+RELIES_ON = (*OPTIMIZERS.relies_on, *MODELS.relies_on)
+Sums = tuple[float, float]
+"""The sum and the norm. Rounding hardly changes them; other random values change the sum by about the norm."""
+
+
+def sums(values: "torch.Tensor | None") -> Sums:
+    """Zeros without values, and for packed and sparse tensors."""
+    import torch
+
+    plain = None if values is None else parts.local(values.detach())
+    if type(plain) is not torch.Tensor or plain.is_sparse or plain.is_meta or not plain.is_floating_point():
+        return 0.0, 0.0
+    return float(plain.sum(dtype=torch.float64)), float(torch.linalg.vector_norm(plain, dtype=torch.float64))
+
+
+def is_sharded(parameter: Any) -> bool:
+    """Whether FSDP keeps only a part of a parameter on each rank."""
+    from torch.distributed.fsdp._flat_param import FlatParameter
+    from torch.distributed.tensor import DTensor
+
+    kinds = (DTensor, FlatParameter)
+    return isinstance(parameter, kinds) or bool(getattr(parameter, "_fsdp_flattened", False))
+
+
+def is_part_of_flat(flat: Any) -> bool:
+    """Whether a rank's part of FSDP1's flat parameter is less than all of it."""
+    return flat is not None and getattr(flat, "_local_shard", flat).numel() < flat._unpadded_unsharded_size.numel()
+
+
+@dataclass
+class _Optimizer:
+    """`passes`: the number and the epoch of each backward pass whose gradients it still has.
+
+    `tracked` is a weight of it that has a gradient, and `noted` that gradient's sums after the last pass or step.
+    """
+
+    number: int
+    made_at: str = ""
+    passes: list[tuple[int, Any]] = field(default_factory=list)
+    tracked: Any = None
+    noted: Sums = (0.0, 0.0)
+
+    def before_backward(self) -> None:
+        """Forgets passes whose gradients were cleared or changed; zeros and None count as cleared."""
+        now = sums(getattr(self.tracked, "grad", None))
+        if now != self.noted or not now[1]:
+            self.passes = []
+
+    def note(self, optimizer: Any) -> None:
+        self.noted = sums(getattr(self.tracked, "grad", None))
+        if not self.noted[1]:
+            weights = (weight for group in optimizer.param_groups for weight in group["params"])
+            self.tracked = next((weight for weight in weights if sums(weight.grad)[1]), None)
+            self.noted = sums(getattr(self.tracked, "grad", None))
+
+
+@dataclass
+class _Model:
+    """A trained model. `is_copy`: the ranks must change it in the same way, as in no wrapper or under DDP.
+
+    `frozen`: the weights that needed no gradients when it was wrapped, or before the first step. `uncovered`: the sums
+    of each weight in no optimizer when it first had a gradient, `last` those of copies after the last step.
+    """
+
+    number: int
+    model: "weakref.ref[nn.Module]"
+    places: list[Place]
+    is_copy: bool
+    frozen: frozenset[str] = frozenset()
+    uncovered: dict[str, Sums] = field(default_factory=dict)
+    last: dict[str, Sums] = field(default_factory=dict)
+
+    def sums(self) -> dict[str, Sums]:
+        trained = (place for place in self.places if place.parameter.requires_grad)
+        return {place.name: sums(place.now()) for place in trained}
+
+
+class ObservedSteps:
+    """Reports a `step` before each step of an optimizer, and `trained` at the end of the script.
+
+    `epoch` names the pass over a loader that gave the last batch. Lines are those of the script's latest calls.
+    """
+
+    def __init__(self, epoch: Callable[[], Any]) -> None:
+        self.epoch = epoch
+        self.schedules = ObservedSchedules()
+        self.optimizers: weakref.WeakKeyDictionary[Any, _Optimizer] = weakref.WeakKeyDictionary()
+        self.models: list[_Model] = []
+        self.made = self.wrapped = self.backwards = self.steps = self.common_steps = 0
+        self.covered: set[int] = set()
+        self.known: set[int] = set()
+        self.stepped: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.may_evaluate: list[weakref.ref[nn.Module]] | None = None
+        self.first: list[Sums] | None = None
+        self.is_due = False
+        self.since: float | None = None
+        self.sees_models = False
+        self.backward_line = self.added_at = self.loaded_at = self.unfrozen_at = self.evaluated_at = ""
+
+    def install(self) -> None:
+        from torch import nn
+        from torch.nn.parallel import DistributedDataParallel
+        from torch.optim import Optimizer
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        self.schedules.install()
+        if OPTIMIZERS.is_possible:
+            after(Optimizer, "__init__", self._on_optimizer)
+            after(Optimizer, "add_param_group", self._on_group)
+            register_optimizer_step_post_hook(guarded(self._after_step))
+        if MODELS.is_possible:
+            self.sees_models = True
+            after(DistributedDataParallel, "__init__", self._wrapped)
+            before(nn.Module, "train", self._note_mode)
+            before(nn.Module, "load_state_dict", self._note_load)
+            before(nn.Module, "requires_grad_", self._note_unfreezing)
+
+    def _on_optimizer(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self._known(optimizer).made_at = script.line_of_stack(sys._getframe(2))
+
+    def _known(self, optimizer: Any) -> _Optimizer:
+        if optimizer not in self.optimizers:
+            self.optimizers[optimizer] = _Optimizer(self.made)
+            self.made += 1
+        return self.optimizers[optimizer]
+
+    def _on_group(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        if optimizer in self.optimizers:  # not in its `__init__`
+            self.added_at = script.line_of_stack(sys._getframe(2))
+
+    def _note_mode(self, _: "nn.Module", mode: bool = True) -> None:
+        by = caller()
+        is_child = by and (by.f_code.co_name, by.f_globals.get("__name__")) == ("train", "torch.nn.modules.module")
+        if not mode and not is_child:
+            self.evaluated_at = script.line_of_stack(by) or self.evaluated_at
+
+    def _note_load(self, *_: Any, **__: Any) -> None:
+        self.loaded_at = script.line_of_stack(sys._getframe(2))
+
+    def _note_unfreezing(self, _: Any, requires_grad: bool = True) -> None:
+        if requires_grad:
+            self.unfrozen_at = script.line_of_stack(sys._getframe(2)) or self.unfrozen_at
+
+    def _wrapped(self, model: Any, *_: Any, **__: Any) -> None:
+        ignored = getattr(model.module, "_ddp_params_and_buffers_to_ignore", ())
+        places = [place for place in parts.places(model.module) if place.name not in {*map(user_name, ignored)}]
+        self._add(model, places, is_copy=True)
+
+    def begin(self, models: Iterable["nn.Module"], optimizer: Any) -> None:
+        """Called before the first step with the models that ran: adds those of its optimizer, or all if it has none."""
+        trained = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+        added = {id(place.parameter) for model in self.models for place in model.places}
+        candidates = []
+        for model in models:
+            self.known |= set(map(id, model.parameters()))
+            if self.sees_models and not from_run.is_deepspeed(model):  # whose gradients are elsewhere
+                places = parts.places(model)
+                ids = {id(place.parameter) for place in places}
+                candidates += [] if ids & added else [(model, places, bool(ids & trained))]
+        for model, places, is_trained in candidates:
+            if is_trained or not (added or any(of_optimizer for *_, of_optimizer in candidates)):
+                is_whole = not any(is_sharded(place.parameter) for place in places)
+                is_copy = is_trained and is_whole and from_run.engine_of(model) == Engine.NONE.label
+                self._add(model, places, is_copy)
+                self.is_due |= is_copy
+
+    def _add(self, model: "nn.Module", places: list[Place], is_copy: bool) -> None:
+        frozen = frozenset(place.name for place in places if not place.parameter.requires_grad)
+        self.models = [known for known in self.models if known.model() is not None]
+        self.models.append(_Model(self.wrapped, weakref.ref(model), places, is_copy, frozen))
+        self.wrapped += 1
+        self.known |= {id(weight) for weight in (*model.parameters(), *(place.parameter for place in places))}
+
+    def before_backward(self) -> None:
+        for optimizer in self.optimizers.values():
+            optimizer.before_backward()
+
+    def ran_backward(self, models: "Iterable[nn.Module]") -> None:
+        """Called after each backward pass; `models` are the outermost that ran before the first step."""
+        models = list(models)
+        if not self.backwards:
+            self.backward_line = script.line_of_stack(sys._getframe(2))
+            self.first = None if self.steps else _sums_of_all(models)
+            may = [model for model in models if model.training and any(map(differs_in_training, model.modules()))]
+            self.may_evaluate = [weakref.ref(model) for model in may]
+        self.backwards += 1
+        self.is_due = True
+        for optimizer, known in self.optimizers.items():
+            known.passes.append((self.backwards, self.epoch()))
+            known.note(optimizer)
+
+    def before_step(self, optimizer: Any) -> None:
+        known = self._known(optimizer)
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        ids = {id(weight) for weight in weights}
+        own = [model for model in self.models if any(id(place.parameter) in ids for place in model.places)]
+        is_copy = any(model.is_copy for model in own)
+        self.steps += 1
+        self.stepped.add(optimizer)
+        self.covered |= ids
+        content: dict[str, Any] = {"missing": len(self._trained() - ids), "strange": len(ids - self.known)}
+        if self.is_due:
+            content["gradients"] = self._gradients(weights)
+            if is_copy:
+                content |= {"since": self.since, "before": self._total()}
+        is_common = is_copy or any(map(is_sharded, weights))
+        self.common_steps += is_common
+        events.report(
+            "step",
+            optimizer=known.number,
+            is_common=is_common,
+            is_copy=is_copy,
+            line=script.line_of_stack(sys._getframe(2)),
+            made_at=known.made_at,
+            backwards=self.backwards,
+            passes=known.passes,
+            groups=[_settings(group) for group in optimizer.param_groups],
+            states=any(map(bool, optimizer.state.values())),
+            evaluating=self._is_evaluating(ids),
+            loaded_at=self.loaded_at,
+            moved_at=self.schedules.moved_at(optimizer),
+            **content,
+        )
+        self.loaded_at = ""
+        known.note(optimizer)
+
+    def shard_storages(self) -> set[int]:
+        """The addresses of this rank's shards, and of the optimizers' states of them.
+
+        FSDP1's views with the names of whole weights, and local tensors of FSDP2 point there.
+        """
+        places = [place for model in self.models for place in model.places if not parts.is_whole(place)]
+        shards = [getattr(place.flat, "_local_shard", place.flat) for place in places if is_part_of_flat(place.flat)]
+        dtensors = (place.parameter for place in places if place.flat is None)
+        shards += [dtensor for dtensor in dtensors if parts.local(dtensor).numel() < dtensor.numel()]
+        sharded = {id(place.parameter) for place in places} if shards else set()
+        for parameter, state in [pair for optimizer in self.stepped for pair in optimizer.state.items()]:
+            if id(parameter) in sharded:
+                shards += [value for value in state.values() if getattr(value, "shape", None) == parameter.shape]
+        return {parts.local(shard).untyped_storage().data_ptr() for shard in shards if shard.dim()} - {0}
+
+    def _trained(self) -> set[int]:
+        places = (place for model in self.models for place in model.places)
+        return {id(place.parameter) for place in places if place.parameter.requires_grad}
+
+    def _is_evaluating(self, trained: set[int]) -> bool:
+        models = (model for kept in self.may_evaluate or () if (model := kept()) is not None and not model.training)
+        return any(id(weight) in trained for model in models for weight in model.parameters())
+
+    def _gradients(self, weights: Iterable[Any]) -> float:
+        """The norm of these weights' and all models' gradients. Notes those of weights in no optimizer until now."""
+        norms = {id(weight): sums(weight.grad)[1] for weight in weights}
+        for model in self.models:
+            for place in (place for place in model.places if place.parameter.requires_grad):
+                number = id(place.parameter)
+                norms.setdefault(number, sums(place.parameter.grad)[1])
+                if norms[number] and number not in self.covered and place.name not in model.uncovered:
+                    model.uncovered[place.name] = sums(place.now())
+        return math.hypot(*norms.values())
+
+    def _total(self) -> float:
+        return sum(total for model in self.models if model.is_copy for total, _ in model.sums().values())
+
+    def _after_step(self, *_: Any) -> None:
+        """Reads the weights once after each backward pass: an optimizer may step for each weight."""
+        if self.is_due:
+            self.is_due = False
+            for model in (model for model in self.models if model.is_copy):
+                model.last = model.sums()
+            self.since = sum(total for model in self.models for total, _ in model.last.values())
+
+    def report_end(self, models: Iterable["nn.Module"], batches: tuple[int, int]) -> None:
+        """Called at the end of the script; `models` are those that it still has, if no optimizer has stepped.
+
+        `batches` are those of an epoch: of all ranks, and of this one.
+        """
+        events.report(
+            "trained",
+            optimizers=self.made,
+            backwards=self.backwards,
+            steps=self.steps,
+            common_steps=self.common_steps,
+            kept=not self.steps and bool(self.first) and self.first == _sums_of_all(models),
+            backward_line=self.backward_line,
+            not_numbers=self._not_numbers(),
+            hidden_at=script.line_above(self.backward_line, "nan_to_num"),
+            evaluated_at=self.evaluated_at,
+            unfrozen_at=self.unfrozen_at or script.line_above(self.backward_line, "requires_grad"),
+            added_at=self.added_at,
+            strange=len(self.covered - self.known),
+            batches=batches,
+            models=list(map(self._content, self.models)),
+            schedules=self.schedules.content({id(o.param_groups): k.number for o, k in self.optimizers.items()}),
+        )
+
+    def _not_numbers(self) -> int:
+        """The weights of which this rank holds NaN, of those that an optimizer has updated."""
+        groups = (group for optimizer in self.stepped for group in optimizer.param_groups)
+        return sum(math.isnan(sums(weight)[0]) for group in groups for weight in group["params"])
+
+    def _content(self, model: _Model) -> dict[str, Any]:
+        """`left`: the weights in no optimizer that never changed here. `changed`: those in none that did."""
+        end, places = model.sums(), {place.name: place for place in model.places}
+        left = [
+            name
+            for name, first in model.uncovered.items()
+            if end.get(name) == first and id(places[name].parameter) not in self.covered
+        ]
+        return {
+            "number": model.number,
+            "is_copy": model.is_copy,
+            "last": model.last,
+            "end": end,
+            "unfrozen": sorted(model.frozen & end.keys()),
+            "left": left,
+            "changed": sorted(model.uncovered.keys() - left),
+        }
+
+
+def _settings(group: dict[str, Any]) -> dict[str, list[float]]:
+    return {key: _numbers_in(group[key]) for key in SETTINGS if key in group}
+
+
+def _numbers_in(value: Any) -> list[float]:
+    """The numbers in an optimizer's setting, without values such as None."""
+    items = value if isinstance(value, tuple | list) else [value]
+    return [float(number) for number in items if isinstance(number, int | float) or hasattr(number, "item")]
+
+
+def _sums_of_all(models: Iterable["nn.Module"]) -> list[Sums]:
+    return [sums(weight) for model in models for weight in model.parameters() if weight.requires_grad]
