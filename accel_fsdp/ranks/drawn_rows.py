@@ -16,7 +16,6 @@ from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.ranks import events, script
 from accel_fsdp.ranks.observing import Observation, after, guarded
-from accel_fsdp.ranks.outputs import tensors_in
 
 if TYPE_CHECKING:
     import torch
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 ITERATOR = "torch.utils.data.dataloader:_BaseDataLoaderIter"
 LOADERS = Observation(
     "rows that loaders give",
-    Internal("torch.utils.data:DataLoader.__init__", "self dataset *"),
-    Internal("torch.utils.data:DataLoader.__len__", "self"),
     Internal(f"{ITERATOR}._next_index", "self"),
     Internal(f"{ITERATOR}.__next__", "self"),
 )
@@ -285,19 +282,11 @@ def _start(dataset: Any) -> int | None:
     index = 0
     while isinstance(dataset, Subset) and len(dataset):
         dataset, index = dataset.dataset, dataset.indices[index]
-    if type(dataset) in (list, tuple, torch.Tensor, TensorDataset):
-        return _hash_of_row(dataset[index]) if len(dataset) else None
-    own = getattr(dataset, "__dict__", {}).values()
-    rows = [_hash_of_row(value[0]) for value in own if isinstance(value, list | tuple | torch.Tensor) and len(value)]
-    return hash(tuple(rows)) if any(rows) else None
-
-
-def _hash_of_row(row: Any) -> int:
-    """0 for a row that has neither tensors nor text or numbers."""
-    tensors = list(tensors_in(list(row) if isinstance(row, tuple) else row))
-    if tensors or not isinstance(row, str | int | float | list | tuple | dict):
-        return _hash(tensors) if tensors else 0
-    return zlib.crc32(repr(row).encode())
+    is_plain = type(dataset) in (list, tuple, torch.Tensor, TensorDataset)
+    values = [dataset] if is_plain else getattr(dataset, "__dict__", {}).values()
+    kinds = (list, tuple, torch.Tensor, TensorDataset)
+    text = repr([value[index if is_plain else 0] for value in values if isinstance(value, kinds) and len(value)])
+    return None if text == "[]" or " at 0x" in text else zlib.crc32(text.encode())
 
 
 def _gives_once(sampler: Any, rows: int) -> bool:

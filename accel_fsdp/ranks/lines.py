@@ -9,17 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
-from accel_fsdp.library_internals import Internal
 from accel_fsdp.ranks import script
 from accel_fsdp.ranks.observing import replace
-
-RELIES_ON = (
-    Internal("torch.optim:Optimizer.zero_grad", "self *"),
-    Internal("torch.nn:Module.zero_grad", "self *"),
-    Internal("torch.nn.parallel:DistributedDataParallel.no_sync", "self"),
-    Internal("torch.distributed.fsdp:FullyShardedDataParallel.no_sync", "self"),
-    Internal("torch.distributed.fsdp:FSDPModule.set_requires_gradient_sync", "self requires_gradient_sync *"),
-)
 
 
 class ObservedLines:

@@ -5,7 +5,6 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.library_internals import Internal
 from accel_fsdp.ranks import events, parts, script
 from accel_fsdp.ranks.observing import before, caller
 
@@ -16,7 +15,6 @@ COLLECTIVES = ("all_reduce", "broadcast", "reduce")
 OF_ACCELERATE = "accelerate.utils.operations"
 MOST_CALLS = 50
 """The calls that are observed, as each looks through all weights."""
-RELIES_ON = tuple(Internal(f"torch.distributed:{name}", "tensor *") for name in COLLECTIVES)
 
 
 class ObservedShards:

@@ -9,16 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from accel_fsdp.errors import in_a_line
-from accel_fsdp.library_internals import Internal
 from accel_fsdp.ranks import events, script
-from accel_fsdp.ranks.observing import Observation
 
 MOST = 8
 """The most errors that are reported: a script may catch one in each step."""
-ERRORS = Observation(
-    "errors that a script catches", Internal("torch.nn:Module.__call__"), Internal("torch.distributed.fsdp:FSDPModule")
-)
-RELIES_ON = ERRORS.relies_on
 
 
 class ObservedErrors:
@@ -35,7 +29,7 @@ class ObservedErrors:
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
             return torch.nn.Module.__call__(module, *args, **kwargs)  # looked up late: the recorder replaces it
 
-        torch.Tensor.backward = self._watched(torch.Tensor.backward)  # type: ignore[method-assign]
+        setattr(torch.Tensor, "backward", self._watched(torch.Tensor.backward))  # noqa: B010
         for wrapper in (FullyShardedDataParallel, DistributedDataParallel, FSDPModule):
             setattr(wrapper, "__call__", self._watched(call))  # noqa: B010
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from accel_fsdp.errors import in_a_line, is_installed
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
-from accel_fsdp.ranks import accumulation, buffers, events, lines, mixed_shards, outputs, parts, precision, script
+from accel_fsdp.ranks import accumulation, buffers, events, outputs, parts, precision, script
 from accel_fsdp.ranks.copies import Copy, copied, loaded_in_shards, outermost
 from accel_fsdp.ranks.holding import unwrapped, user_name
 from accel_fsdp.ranks.hooks import has_hooks, hooks_of
@@ -40,12 +40,6 @@ DEEPSPEED = "DeepSpeed's engine reduces, clips and clears gradients itself, and 
 UPDATES = Observation(
     "updates, to repeat them in one process",
     *parts.RELIES_ON,
-    *lines.RELIES_ON,
-    *mixed_shards.RELIES_ON,
-    Internal("torch.nn:Module.__call__"),
-    Internal("torch.autograd:backward", "tensors *"),
-    Internal("torch.distributed.fsdp:fully_shard", "module *"),
-    Internal("torch.optim.optimizer:register_optimizer_step_post_hook", "hook"),
     Internal("torch.optim:Optimizer._optimizer_step_pre_hooks"),
     Internal("torch.optim:Optimizer._optimizer_step_post_hooks"),
 )
@@ -68,7 +62,9 @@ class Recorder:
     """Records updates until there are `MOST_UPDATES`; then it removes its hooks."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        import torch
+
+        self.folder, self.save = folder, torch.save  # the original, as the watch will replace it
         self.copies: list[Copy] = []
         self.buffers: list[buffers.Buffers] = []
         self.optimizers: list[list[Any]] = []
@@ -383,8 +379,6 @@ class Recorder:
 
     def _close(self) -> None:
         """Writes an update that has ended with a step."""
-        import torch
-
         update, self.update, self.boundary, self.returned = self.update, None, [], []
         if update is None or not update.steps:
             return
@@ -392,9 +386,9 @@ class Recorder:
         rank = LaunchEnvironment.now().rank
         path = self.folder / f"{rank}.{self.written}"
         try:
-            torch.save(asdict(update), f"{path}.part")
+            self.save(asdict(update), f"{path}.part")
         except Exception as error:  # of values in an optimizer's settings
             unrecorded = Update(update.weights, update.trained, "no", "no", "no", why=in_a_line(error))
-            torch.save(asdict(unrecorded), f"{path}.part")
+            self.save(asdict(unrecorded), f"{path}.part")
         os.replace(f"{path}.part", path)
         self.written += 1

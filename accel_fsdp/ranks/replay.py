@@ -126,14 +126,11 @@ class _Repeated:
         if not self.number and (ranks := between_ranks.beginning(self.updates, self.weights)):
             self._report("begins", self.wrapped_at, ranks=ranks)
         self._compare_copies("weights", "beginning")
-        if ranks := between_ranks.modes(self.updates, self.model):
-            self._report("modes", self.first["line"], ranks=ranks)
         self._compare_copies("reduced", "gradient")
         if hidden := next((name for name in used if not _finite(reduced.get(name)) and _finite(used[name])), ""):
             self._report("hidden", self._step_line, name=hidden)
             return
         plain = self._gradients()
-        self._compare_buffers()
         if self.number:  # gradients of weights that no optimizer has accumulate over steps
             plain = {name: gradient for name, gradient in plain.items() if name in covered}
         worst = self._compare_gradients(reduced, {name: plain[name] for name in plain if name in {*reduced, *covered}})
@@ -326,13 +323,6 @@ class _Repeated:
             self._report("ignored" if is_whole else "copies", line, of=what, **content)
         elif content:
             self._report("copies", self._step_line, of=what, **content)
-
-    def _compare_buffers(self) -> None:
-        for forwards in zip(*(update["forwards"] for update in self.with_rows), strict=False):
-            with alone():
-                content = buffers.apart(self.model, self.buffers, forwards, self._as_recorded)
-            if content:
-                return self._report("buffers", self.first["line"], **content)
 
     def _compare_steps(self, before: Tensors, used: Tensors, after: Tensors) -> str:
         """Repeats each optimizer's step with the gradients that it used; returns why it can't, or an empty text."""

@@ -77,7 +77,6 @@ LOADS = (
 )
 PATHS = ("output_dir", "save_directory", "input_dir", "checkpoint", "checkpoint_id", "filename", "f")
 """The arguments that name the folder or the file."""
-HELD = Observation("the weights at each save", *parts.RELIES_ON)
 RELIES_ON = (*(call.path for call in CALLS + LOADS), Internal("torch.distributed:barrier"))
 
 
@@ -98,7 +97,6 @@ class ObservedSaves:
         self.writing = _Writing()
         self.watched: set[_Call] = set()
         self.barriers = 0
-        self.sees_weights = False
         self.model: Callable[[], nn.Module | None] = lambda: None
         self.places: dict[str, parts.Place] = {}
         self.names: set[str] = set()
@@ -106,7 +104,6 @@ class ObservedSaves:
     def install(self) -> None:
         import torch.distributed as dist
 
-        self.sees_weights = HELD.is_possible
         after(dist, "barrier", self._count_barrier)
         self.watch()
 
@@ -195,7 +192,7 @@ class ObservedSaves:
     def before_training(self, model: "nn.Module") -> None:
         """Called before the first step with the only trained model."""
         size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-        if not self.sees_weights or from_run.is_deepspeed(model) or size_bytes > copies.MOST_BYTES:
+        if not self.records.sees_weights or from_run.is_deepspeed(model) or size_bytes > copies.MOST_BYTES:
             return
         self.model = weakref.ref(model)
         self.report_held(0)

@@ -5,18 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accel_fsdp.library_internals import Internal
 from accel_fsdp.ranks import script
-from accel_fsdp.ranks.observing import Observation, after
+from accel_fsdp.ranks.observing import after
 
-SCHEDULES = Observation(
-    "learning rates and their schedules",
-    Internal("torch.optim.lr_scheduler:LRScheduler.__init__", "self optimizer *"),
-    Internal("torch.optim.lr_scheduler:LRScheduler.step", "self *"),
-    Internal("torch.optim.lr_scheduler:ReduceLROnPlateau.__init__", "self optimizer *"),
-    Internal("torch.optim.lr_scheduler:ReduceLROnPlateau.step", "self metrics *"),
-)
-RELIES_ON = SCHEDULES.relies_on
 STEPS = "num_training_steps"
 
 
@@ -46,7 +37,7 @@ def planned_moves(scheduler: Any) -> int:
 
 def may_rise(scheduler: Any) -> bool:
     """Whether the rate may rise after the planned moves, as torch's cosine does by its formula."""
-    return _settings(scheduler).get("num_cycles", 1) != 0.5
+    return bool(_settings(scheduler).get("num_cycles", 1) != 0.5)
 
 
 def _settings(scheduler: Any) -> dict[str, Any]:
@@ -60,12 +51,11 @@ class ObservedSchedules:
         self.scheduled: list[_Scheduled] = []
 
     def install(self) -> None:
-        if SCHEDULES.is_possible:
-            from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+        from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-            for kind in (LRScheduler, ReduceLROnPlateau):  # which has methods of its own
-                after(kind, "__init__", self._on_created)
-                after(kind, "step", self._on_moved)
+        for kind in (LRScheduler, ReduceLROnPlateau):  # which has methods of its own
+            after(kind, "__init__", self._on_created)
+            after(kind, "step", self._on_moved)
 
     def _on_created(self, scheduler: Any, *_: Any, **__: Any) -> None:
         if self._of(scheduler.optimizer) is None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.config import Engine
 from accel_fsdp.job import from_run
-from accel_fsdp.library_internals import Internal
 from accel_fsdp.ranks import events, parts, script
 from accel_fsdp.ranks.between_ranks import differs_in_training
 from accel_fsdp.ranks.holding import user_name
@@ -26,21 +25,7 @@ if TYPE_CHECKING:
 
 SETTINGS = ("lr", "weight_decay", "betas", "momentum")
 """The settings with which an optimizer updates a group of parameters; they must be equal on all ranks."""
-OPTIMIZERS = Observation(
-    "optimizers that are made",
-    Internal("torch.optim:Optimizer.__init__", "self params defaults"),
-    Internal("torch.optim:Optimizer.add_param_group", "self param_group"),
-    Internal("torch.optim.optimizer:register_optimizer_step_post_hook", "hook"),
-)
-MODELS = Observation(
-    "weights around each step",
-    *parts.RELIES_ON,
-    Internal("torch.nn.parallel:DistributedDataParallel.__init__", "self module *"),
-    Internal("torch.nn:Module.train", "self mode"),
-    Internal("torch.nn:Module.requires_grad_", "self requires_grad"),
-    Internal("torch.nn:Module.load_state_dict", "self *"),
-)
-RELIES_ON = (*OPTIMIZERS.relies_on, *MODELS.relies_on)
+WEIGHTS = Observation("weights around each step and at each save", *parts.RELIES_ON)
 Sums = tuple[float, float]
 """The sum and the norm. Rounding hardly changes them; other random values change the sum by about the norm."""
 
@@ -132,11 +117,10 @@ class ObservedSteps:
         self.covered: set[int] = set()
         self.known: set[int] = set()
         self.stepped: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.may_evaluate: list[weakref.ref[nn.Module]] | None = None
         self.first: list[Sums] | None = None
         self.is_due = False
         self.since: float | None = None
-        self.sees_models = False
+        self.sees_weights = self.has_ended = False
         self.backward_line = self.added_at = self.loaded_at = self.unfrozen_at = self.evaluated_at = ""
 
     def install(self) -> None:
@@ -146,16 +130,15 @@ class ObservedSteps:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         self.schedules.install()
-        if OPTIMIZERS.is_possible:
-            after(Optimizer, "__init__", self._on_optimizer)
-            after(Optimizer, "add_param_group", self._on_group)
-            register_optimizer_step_post_hook(guarded(self._after_step))
-        if MODELS.is_possible:
-            self.sees_models = True
+        after(Optimizer, "__init__", self._on_optimizer)
+        after(Optimizer, "add_param_group", self._on_group)
+        before(nn.Module, "train", self._note_mode)
+        before(nn.Module, "load_state_dict", self._note_load)
+        before(nn.Module, "requires_grad_", self._note_unfreezing)
+        register_optimizer_step_post_hook(guarded(self._after_step))
+        self.sees_weights = WEIGHTS.is_possible
+        if self.sees_weights:
             after(DistributedDataParallel, "__init__", self._wrapped)
-            before(nn.Module, "train", self._note_mode)
-            before(nn.Module, "load_state_dict", self._note_load)
-            before(nn.Module, "requires_grad_", self._note_unfreezing)
 
     def _on_optimizer(self, optimizer: Any, *_: Any, **__: Any) -> None:
         self._known(optimizer).made_at = script.line_of_stack(sys._getframe(2))
@@ -195,7 +178,7 @@ class ObservedSteps:
         candidates = []
         for model in models:
             self.known |= set(map(id, model.parameters()))
-            if self.sees_models and not from_run.is_deepspeed(model):  # whose gradients are elsewhere
+            if self.sees_weights and not from_run.is_deepspeed(model):  # whose gradients are elsewhere
                 places = parts.places(model)
                 ids = {id(place.parameter) for place in places}
                 candidates += [] if ids & added else [(model, places, bool(ids & trained))]
@@ -219,12 +202,9 @@ class ObservedSteps:
 
     def ran_backward(self, models: "Iterable[nn.Module]") -> None:
         """Called after each backward pass; `models` are the outermost that ran before the first step."""
-        models = list(models)
         if not self.backwards:
             self.backward_line = script.line_of_stack(sys._getframe(2))
             self.first = None if self.steps else _sums_of_all(models)
-            may = [model for model in models if model.training and any(map(differs_in_training, model.modules()))]
-            self.may_evaluate = [weakref.ref(model) for model in may]
         self.backwards += 1
         self.is_due = True
         for optimizer, known in self.optimizers.items():
@@ -232,6 +212,8 @@ class ObservedSteps:
             known.note(optimizer)
 
     def before_step(self, optimizer: Any) -> None:
+        if self.has_ended:  # an optimizer of the replay
+            return
         known = self._known(optimizer)
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         ids = {id(weight) for weight in weights}
@@ -258,7 +240,7 @@ class ObservedSteps:
             passes=known.passes,
             groups=[_settings(group) for group in optimizer.param_groups],
             states=any(map(bool, optimizer.state.values())),
-            evaluating=self._is_evaluating(ids),
+            evaluating=any(map(_is_evaluating, own)),
             loaded_at=self.loaded_at,
             moved_at=self.schedules.moved_at(optimizer),
             **content,
@@ -284,10 +266,6 @@ class ObservedSteps:
     def _trained(self) -> set[int]:
         places = (place for model in self.models for place in model.places)
         return {id(place.parameter) for place in places if place.parameter.requires_grad}
-
-    def _is_evaluating(self, trained: set[int]) -> bool:
-        models = (model for kept in self.may_evaluate or () if (model := kept()) is not None and not model.training)
-        return any(id(weight) in trained for model in models for weight in model.parameters())
 
     def _gradients(self, weights: Iterable[Any]) -> float:
         """The norm of these weights' and all models' gradients. Notes those of weights in no optimizer until now."""
@@ -316,6 +294,7 @@ class ObservedSteps:
 
         `batches` are those of an epoch: of all ranks, and of this one.
         """
+        self.has_ended = True
         events.report(
             "trained",
             optimizers=self.made,
@@ -357,6 +336,12 @@ class ObservedSteps:
             "left": left,
             "changed": sorted(model.uncovered.keys() - left),
         }
+
+
+def _is_evaluating(model: _Model) -> bool:
+    """Whether a model that has dropout, or statistics of batches, is in evaluation mode."""
+    module = model.model()
+    return module is not None and not module.training and any(map(differs_in_training, module.modules()))
 
 
 def _settings(group: dict[str, Any]) -> dict[str, list[float]]:

@@ -66,11 +66,11 @@ def begin() -> Callable[[], None]:
         PREPARING: lambda: _watch_prepare(steps.measures, steps.saves),
         STEPS: steps.install,
         drawn_rows.LOADERS: steps.drawn.install,
-        raised.ERRORS: raised.ObservedErrors().install,
     }
     for observation, install in installers.items():
         if observation.is_possible:
             install()
+    raised.ObservedErrors().install()
     steps.records.install()
     steps.saves.install()
     return steps.report_end

@@ -73,35 +73,19 @@ def absence(events: Sequence[RankEvent]) -> Absence | None:
     """The missing or differing collective that the ranks' calls show, or None."""
     calls = {event.rank: calls_of(event.content) for event in events if event.kind == "calls"}
     all_ranks = {event.rank for event in events if event.kind == "began"}
-    if unequal := _unequal_sizes(calls):
-        return unequal
     mismatch = next(_mismatches(calls), None) or _mismatch_with_silent(calls, all_ranks)
     return _absence_of(mismatch, events) if mismatch else None
-
-
-def _unequal_sizes(calls: Calls) -> Absence | None:
-    for first, other in combinations(sorted(calls), 2):
-        call, other_call = _last_call(calls[first]), _last_call(calls[other])
-        if not call or not other_call or not call.lines:
-            continue
-        if not _is_same(call, other_call) or call.number != other_call.number:
-            continue
-        if call.name in EQUAL_SIZES and call.sizes != other_call.sizes:
-            sizes = f"{_shape(call)} on rank {first} and {_shape(other_call)} on rank {other}"
-            return Absence(f"{call.function} gets tensors of different sizes: {sizes}", call.lines[-1], FIXES["sizes"])
-    return None
 
 
 def _shape(call: Call) -> str:
     return ", ".join("x".join(map(str, size)) or "a number" for size in call.sizes)
 
 
-def _last_call(calls: Sequence[Call]) -> Call | None:
-    return calls[-1] if calls else None
-
-
 def _is_same(call: Call, other: Call) -> bool:
-    return (call.group, call.name, call.lines) == (other.group, other.name, other.lines)
+    has_sizes = call.name in EQUAL_SIZES
+    return (call.group, call.name, call.lines) == (other.group, other.name, other.lines) and (
+        not has_sizes or call.sizes == other.sizes
+    )
 
 
 def _mismatches(calls: Calls) -> Iterator[_Mismatch]:
@@ -136,7 +120,7 @@ def _mismatch_with_silent(calls: Calls, all_ranks: set[int]) -> _Mismatch | None
     """
     silent = sorted(all_ranks - calls.keys())
     for rank, own_calls in sorted(calls.items()):
-        last = _before_end(_last_call(own_calls))
+        last = _before_end(own_calls[-1] if own_calls else None)
         if not silent or not last:
             continue
         by_number = next((call for call in reversed(own_calls) if _branch(call)), None)
@@ -178,11 +162,11 @@ def _absence_of(mismatch: _Mismatch, events: Sequence[RankEvent]) -> Absence:
             FIXES["uneven"],
         )
     if mismatch.other_call and mismatch.other_call.lines == call.lines:  # then gloo says that sizes differ
-        pair = " and ".join(map(str, sorted((rank, other))))
         if call.kind == "backward":
             what = f"{call.function} averages gradients of other weights on rank {rank} than on rank {other}"
             return Absence(f"{what}, such as of a head that one rank alone uses", line, FIXES["gradients"])
-        return Absence(f"{call.function} gets tensors of different sizes on ranks {pair}", line, FIXES["sizes"])
+        sizes = f"{_shape(call)} on rank {rank} and {_shape(mismatch.other_call)} on rank {other}"
+        return Absence(f"{call.function} gets tensors of different sizes: {sizes}", line, FIXES["sizes"])
     if mismatch.other_call is None:
         return Absence(f"rank {rank} alone calls {call.function}", line, FIXES.get(call.kind, FIXES["other"]))
     other_place = f"{mismatch.other_call.function} at {mismatch.other_call.lines[-1]}"

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import combinations, pairwise, zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 from accel_fsdp.config import Engine
 from accel_fsdp.ranks import Holding, RankEvent
@@ -18,7 +19,8 @@ WITHOUT_GRADIENT = 3
 """The last steps without a gradient that show a mistake; a single batch may have no labels."""
 
 
-class Judge(NamedTuple):
+@dataclass(frozen=True)
+class Judge:
     """`look` returns the values that the texts name in braces, with the `line`; None without a mistake."""
 
     look: Callable[[Records], Content | None]
@@ -28,7 +30,7 @@ class Judge(NamedTuple):
 
     def __call__(self, records: Records) -> Iterator[Failure]:
         if content := self.look(records):
-            text = {"fix": self.fix, "key": self.key} | content
+            text = {"fix": self.fix, "key": self.key, **content}
             yield Failure(self.what.format(**content), text["key"], text["fix"], content["line"])
 
 
@@ -296,10 +298,21 @@ def _in_no_optimizer(records: Records) -> Content | None:
     return content
 
 
+def _evaluates_on_one_rank(records: Records) -> Content | None:
+    of_ranks = sorted(records.common_steps().items())
+    for steps in zip(*(steps for _, steps in of_ranks), strict=False):
+        modes = {rank: step["evaluating"] for (rank, _), step in zip(of_ranks, steps, strict=True)}
+        if len(set(modes.values())) > 1:
+            rank, other = (next(rank for rank, mode in modes.items() if mode is wanted) for wanted in (True, False))
+            line = records.ends[rank]["evaluated_at"] if rank in records.ends else steps[0]["line"]
+            return {"rank": rank, "other": other, "line": line}
+    return None
+
+
 def _evaluates_on(records: Records) -> Content | None:
-    """A model that began in training mode, and is in evaluation mode in the last steps."""
+    """A model that trained in training mode, and is in evaluation mode in the last steps."""
     for rank, steps in records.steps.items():
-        since = next((n for n in range(len(steps), 0, -1) if not steps[n - 1]["evaluating"]), 0) + 1
+        since = next((n for n in range(len(steps), 0, -1) if not steps[n - 1]["evaluating"]), len(steps)) + 1
         if since < len(steps) and rank in records.ends:
             return {"since": since, "steps": len(steps), "line": records.ends[rank]["evaluated_at"]}
     return None
@@ -386,6 +399,11 @@ JUDGES: tuple[Callable[[Records], Iterator[Failure]], ...] = (
         copies.at_other_batches,
         "the ranks step at different batches: step {step} comes after {batches}; {end}",
         "decide on all ranks alike whether to step: by a loss that is reduced over ranks",
+    ),
+    Judge(
+        _evaluates_on_one_rank,
+        "rank {rank} trains in evaluation mode, without dropout, and rank {other} in training mode",
+        "model.train() on every rank after an evaluation",
     ),
     lambda records: repeated.differences(records.events),
     schedules.find,

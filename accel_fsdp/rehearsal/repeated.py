@@ -191,11 +191,6 @@ PLAIN: Mapping[str, Text] = {
         "rank {ranks[1]} still has them",
         "the same seed on all ranks before the model is made; and no broadcast of shards, which differ by rank",
     ),
-    "buffers": Text(
-        "ranks {ranks[0]} and {ranks[1]} train with different values of {name}, a buffer that each changes by its own "
-        "rows: a checkpoint has those of one rank",
-        "torch.distributed.all_reduce of what changes it, so that it is of all ranks' rows",
-    ),
     "behind": Text(
         "between two steps {name} changed on rank {ranks[0]}, and not on rank {ranks[1]}",
         "change weights on all ranks; a rank sees its own shards alone",
@@ -224,10 +219,6 @@ PLAIN: Mapping[str, Text] = {
     "hidden": Text(
         "the gradient of {name} is NaN or infinite after backward, and is replaced before the step",
         "see what makes it so, such as torch.where with a branch that has no finite derivative; then leave it out",
-    ),
-    "modes": Text(
-        "rank {ranks[0]} trains in evaluation mode, without dropout, and rank {ranks[1]} in training mode",
-        "model.train() on every rank after an evaluation",
     ),
     "multiplied": Text(
         "the loss is multiplied by the {ranks} ranks, and gradients are averaged over these",

@@ -145,7 +145,6 @@ def failures(events: Sequence[RankEvent], holdings: Mapping[int, Holding], job: 
     yield from _partial(events, next((holding.weights for holding in holdings.values()), 0), job)
     last = list({file.path: file for file in files if file.tensors and not file.is_adapter}.values())
     yield from _misnamed(last, model, resumed)
-    yield from _misshapen([file for file in last if not file.is_other], model)
     yield from _untrained([file for file in last if file.step], model)
 
 
@@ -228,25 +227,6 @@ def _misnamed(files: Sequence[_File], model: _Model, resumed: set[str]) -> Itera
                 file.line,
             )
             return
-
-
-def _misshapen(files: Sequence[_File], model: _Model) -> Iterator[Failure]:
-    """Flattened weights, and in a folder of `save_pretrained` weights of another size.
-
-    Packed integers may have any size.
-    """
-    for file in files:
-        for name, (shape, dtype, *_) in file.tensors.items():
-            whole = model.shapes.get(holding.user_name(name), shape)
-            is_flat = len(shape) == 1 < len(whole)
-            is_other = file.call in FOLDERS and math.prod(shape) != math.prod(whole)
-            if dtype in ROUNDING and (is_flat or is_other):
-                yield mistake(
-                    f"{file.what} with {name} of the shape {tuple(shape)}, and the model's is {tuple(whole)}",
-                    GATHER,
-                    file.line,
-                )
-                return
 
 
 def _untrained(files: Sequence[_File], model: _Model) -> Iterator[Failure]:

@@ -13,7 +13,6 @@ CHANGED = {
     "accelerate:Accelerator.prepare": "what Accelerate prepares",
     "torch.nn.modules.module:register_module_forward_pre_hook": "rows, units and steps",
     "torch.distributed.fsdp:FSDPModule._get_fsdp_state": "what each rank holds",
-    "torch.nn:Module.load_state_dict": "weights around each step",
     "transformers.trainer:Trainer.save_model": "saves by Trainer.save_model",
 }
 SCRIPT = """

@@ -97,10 +97,3 @@ def test_values() -> None:
     assert not reported(first | {"step": 0})
     assert not reported(now)
     assert not reported(mean)
-
-
-def test_shapes() -> None:
-    flat = of_file({})["weights"] | {"a.weight": [[4], "float32", 1.5, 2.5]}
-    assert "a.weight of the shape (4,)" in reported(save("/model.pt", of_file({}) | {"weights": flat}))[0]
-    packed = {"a.weight": [[4], "uint8", 1.5, 2.5]}
-    assert not reported(save("/model.pt", of_file({}) | {"weights": packed}))
