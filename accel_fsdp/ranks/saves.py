@@ -11,26 +11,23 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_fsdp.checkpoints import file_names, tensor_names
 from accel_fsdp.job import from_run
 from accel_fsdp.launch_environment import LaunchEnvironment
-from accel_fsdp.library_internals import Internal
 from accel_fsdp.ranks import copies, events, holding, parts, script
 from accel_fsdp.ranks.holding import user_name
-from accel_fsdp.ranks.observing import Observation, after, guarded
+from accel_fsdp.ranks.observing import after, guarded
 from accel_fsdp.ranks.steps import ObservedSteps, sums
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     """A function or method that saves or loads.
 
     `content` is the argument that it writes; empty if another of these calls writes for it.
@@ -38,12 +35,7 @@ class _Call:
 
     module: str
     name: str
-    parameters: str = "self *"
     content: str = ""
-
-    @property
-    def path(self) -> Internal:
-        return Internal(f"{self.module}:{self.name}", self.parameters)
 
     @property
     def is_method(self) -> bool:
@@ -55,29 +47,27 @@ class _Call:
 
 
 DCP = "torch.distributed.checkpoint"
-OF_DCP = "state_dict * checkpoint_id storage_writer"
 CALLS = (
     _Call("accelerate.accelerator", "Accelerator.save_state"),
     _Call("accelerate.accelerator", "Accelerator.save_model"),
-    _Call("accelerate.accelerator", "Accelerator.save", "self obj f *"),
+    _Call("accelerate.accelerator", "Accelerator.save"),
     _Call("transformers.modeling_utils", "PreTrainedModel.save_pretrained"),
     _Call("transformers.trainer", "Trainer.save_model"),
     _Call("peft.peft_model", "PeftModel.save_pretrained"),
-    _Call("torch", "save", "obj f *", content="obj"),
-    _Call("safetensors.torch", "save_file", "tensors filename *", content="tensors"),
-    _Call("safetensors.torch", "save_model", "model filename *"),
-    _Call(DCP, "save", OF_DCP, content="state_dict"),
-    _Call(DCP, "async_save", OF_DCP, content="state_dict"),
+    _Call("torch", "save", "obj"),
+    _Call("safetensors.torch", "save_file", "tensors"),
+    _Call("safetensors.torch", "save_model"),
+    _Call(DCP, "save", "state_dict"),
+    _Call(DCP, "async_save", "state_dict"),
 )
 LOADS = (
-    _Call("torch", "load", "f *"),
-    _Call("safetensors.torch", "load_file", "filename *"),
+    _Call("torch", "load"),
+    _Call("safetensors.torch", "load_file"),
     _Call("accelerate.accelerator", "Accelerator.load_state"),
     _Call("transformers.trainer", "Trainer._load_optimizer_and_scheduler"),
 )
 PATHS = ("output_dir", "save_directory", "input_dir", "checkpoint", "checkpoint_id", "filename", "f")
 """The arguments that name the folder or the file."""
-RELIES_ON = (*(call.path for call in CALLS + LOADS), Internal("torch.distributed:barrier"))
 
 
 class _Writing(threading.local):
@@ -118,11 +108,11 @@ class ObservedSaves:
             if call in self.watched or not _has_been_imported(call.module, owner_name or name):
                 continue
             self.watched.add(call)
-            if not Observation(f"{'loads' if call in LOADS else 'saves'} by {call.label}", call.path).is_possible:
-                continue
             module = sys.modules[call.module]
             owner = getattr(module, owner_name) if owner_name else module
-            original = getattr(owner, name)
+            original = getattr(owner, name, None)
+            if original is None:  # another version of the library
+                continue
             wrapper = self._wrapped(call, original)
             setattr(owner, name, wrapper)
             if not call.is_method:

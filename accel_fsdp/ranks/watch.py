@@ -20,7 +20,7 @@ from accel_fsdp.library_internals import Internal
 from accel_fsdp.ranks import collectives, drawn_rows, events, hang, holding, raised, script
 from accel_fsdp.ranks.drawn_rows import ObservedRows
 from accel_fsdp.ranks.holding import is_unit, measure, unwrapped, user_name
-from accel_fsdp.ranks.observing import Observation, after, before, guarded
+from accel_fsdp.ranks.observing import Observation, after, before, guarded, replace
 from accel_fsdp.ranks.saves import ObservedSaves
 from accel_fsdp.ranks.steps import ObservedSteps
 
@@ -29,30 +29,13 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-LOSSES = Observation("losses and backward passes", Internal("torch:Tensor.backward", "self gradient *"))
 CHECKPOINTING = Observation(
     "random numbers under activation checkpointing",
     Internal("torch.utils.checkpoint:checkpoint", "function *"),
     Internal("torch.distributed.algorithms._checkpoint.checkpoint_wrapper:torch_utils_checkpoint"),
 )
-PREPARING = Observation(
-    "what Accelerate prepares", Internal("accelerate:Accelerator.prepare", "self args device_placement")
-)
-STEPS = Observation(
-    "rows, units and steps",
-    Internal("torch.nn.modules.module:register_module_forward_pre_hook", "hook"),
-    Internal("torch.nn.modules.module:register_module_forward_hook", "hook * always_call"),
-    Internal("torch.optim.optimizer:register_optimizer_step_pre_hook", "hook"),
-)
 HOLDING = Observation("what each rank holds", *holding.RELIES_ON)
-OBSERVED = (
-    LOSSES,
-    CHECKPOINTING,
-    PREPARING,
-    STEPS,
-    drawn_rows.LOADERS,
-)
-RELIES_ON = tuple(internal for observation in OBSERVED for internal in observation.relies_on)
+RELIES_ON = (*CHECKPOINTING.relies_on, *drawn_rows.LOADERS.relies_on)
 HOLD_AFTER = "ACCEL_FSDP_HOLD_AFTER"
 """The variable that names a checkpoint: in the first step after it is complete, a rank waits to be killed."""
 
@@ -60,16 +43,13 @@ HOLD_AFTER = "ACCEL_FSDP_HOLD_AFTER"
 def begin() -> Callable[[], None]:
     """Installs the watch before the script imports anything; returns the function to call when the script has ended."""
     steps = _Steps(os.environ.get(HOLD_AFTER), HOLDING.is_possible)
-    installers: dict[Observation, Callable[[], None]] = {
-        LOSSES: steps.watch_backward,
-        CHECKPOINTING: _watch_checkpointing,
-        PREPARING: lambda: _watch_prepare(steps.measures, steps.saves),
-        STEPS: steps.install,
-        drawn_rows.LOADERS: steps.drawn.install,
-    }
-    for observation, install in installers.items():
-        if observation.is_possible:
-            install()
+    steps.watch_backward()
+    _watch_prepare(steps.measures, steps.saves)
+    steps.install()
+    if CHECKPOINTING.is_possible:
+        _watch_checkpointing()
+    if drawn_rows.LOADERS.is_possible:
+        steps.drawn.install()
     raised.ObservedErrors().install()
     steps.records.install()
     steps.saves.install()
@@ -129,16 +109,11 @@ def _watch_prepare(measures: bool, saves: ObservedSaves) -> None:
     import torch
     from accelerate import Accelerator
 
-    original = Accelerator.prepare
-
-    @functools.wraps(original)
-    def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def prepare(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
         guarded(saves.watch)()
         before = [_shared_weights(item) for item in args if isinstance(item, torch.nn.Module)]
         result = original(self, *args, **kwargs)
         prepared = result if isinstance(result, tuple | list) else (result,)
-        if any(isinstance(item, torch.utils.data.DataLoader) for item in prepared):
-            events.report("prepared-rows")
         models = [item for item in prepared if isinstance(item, torch.nn.Module)]
         if measures:
             plugin = getattr(self.state, "fsdp_plugin", None)
@@ -148,7 +123,7 @@ def _watch_prepare(measures: bool, saves: ObservedSaves) -> None:
                 guarded(_report_holding)("prepared", model, shared=shared)
         return result
 
-    Accelerator.prepare = prepare
+    replace(Accelerator, "prepare", prepare)
     for name in ("save_state", "load_state"):
         before(Accelerator, name, functools.partial(_check_prepared, name))
 
