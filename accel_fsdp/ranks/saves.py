@@ -9,16 +9,14 @@ import inspect
 import os
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from accel_fsdp.checkpoints import file_names, tensor_names
-from accel_fsdp.job import from_run
+from accel_fsdp.checkpoints import file_names
 from accel_fsdp.launch_environment import LaunchEnvironment
-from accel_fsdp.ranks import copies, events, holding, parts, script
+from accel_fsdp.ranks import events, holding, parts, script
 from accel_fsdp.ranks.holding import user_name
 from accel_fsdp.ranks.observing import after, guarded
 from accel_fsdp.ranks.steps import ObservedSteps, sums
@@ -87,9 +85,6 @@ class ObservedSaves:
         self.writing = _Writing()
         self.watched: set[_Call] = set()
         self.barriers = 0
-        self.model: Callable[[], nn.Module | None] = lambda: None
-        self.places: dict[str, parts.Place] = {}
-        self.names: set[str] = set()
 
     def install(self) -> None:
         import torch.distributed as dist
@@ -167,62 +162,40 @@ class ObservedSaves:
             weights=None if saved is None else self._weights_of_other(saved),
             files=files,
         )
-        self.report_held(self.records.steps)
+        self.records.report_weights()
 
     def _weights_of_other(self, saved: "nn.Module") -> int | None:
         """The number of weights of a part of the trained model, or of another model; None for the trained one."""
-        model = self.model()
-        if model is None or holding.unwrapped(saved) is holding.unwrapped(model):
-            return None
-        path = next((user_name(path) for path, module in model.named_modules() if module is saved), None)
-        if path is None:
-            return sum(parameter.numel() for parameter in saved.parameters())
-        return sum(prod(place.shape) for name, place in self.places.items() if name.startswith(f"{path}."))
-
-    def before_training(self, model: "nn.Module") -> None:
-        """Called before the first step with the only trained model."""
-        size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-        if not self.records.sees_weights or from_run.is_deepspeed(model) or size_bytes > copies.MOST_BYTES:
-            return
-        self.model = weakref.ref(model)
-        self.report_held(0)
-
-    def report_held(self, step: int) -> None:
-        """Reports the part that this rank holds of each weight: its start, sum and norm; and all names of the model."""
-        model = self.model()
-        if model is None:
-            return
-        places = parts.places(model)
-        self.places = {place.name: place for place in places}
-        sums_by_name = {place.name: [place.start, *sums(place.now())] for place in places}
-        shapes = {place.name: place.shape for place in places}
-        inner = holding.unwrapped(model)
-        tensors = [*inner.named_parameters(remove_duplicate=False), *inner.named_buffers(remove_duplicate=False)]
-        self.names = {tensor_names.clean_name(name) for name, _ in tensors if "_flat_param" not in name} | shapes.keys()
-        events.report("weight-parts", step=step, held=sums_by_name, shapes=shapes, names=sorted(self.names))
+        for model in self.records.models:
+            module = model.model()
+            if module is None or holding.unwrapped(saved) is holding.unwrapped(module):
+                return None
+            path = next((user_name(path) for path, inner in module.named_modules() if inner is saved), None)
+            if path is not None:
+                return sum(prod(place.shape) for place in model.places if place.name.startswith(f"{path}."))
+        return sum(parameter.numel() for parameter in saved.parameters()) if self.records.models else None
 
     def _content(self, saved: Any, by_dcp: bool) -> dict[str, Any]:
         """The content of a file. DCP writes a whole DTensor, each rank its part."""
         storages = self.records.shard_storages()
         tensors = list(_tensors(saved))
+        places = {place.name: place for model in self.records.models for place in model.places}
+        names = {name for model in self.records.models for name in model.names}
         whole: dict[str, tuple[list[int], str, float, float]] = {}
         for name, tensor in tensors:
             if name and _is_plain(tensor) and name not in whole:
-                sum_and_norm = sums(tensor) if user_name(name) in self.names else (0.0, 0.0)
+                sum_and_norm = sums(tensor) if user_name(name) in names else (0.0, 0.0)
                 whole[name] = (list(tensor.shape), str(tensor.dtype).removeprefix("torch."), *sum_and_norm)
         return {
-            "shards": sum(self._is_part(*named) or _is_shard(named[1], storages, by_dcp) for named in tensors),
+            "shards": sum(
+                _is_part(places.get(user_name(name)), tensor) or _is_shard(tensor, storages, by_dcp)
+                for name, tensor in tensors
+            ),
             "tensors": len(tensors),
             "bare": bool(tensors) and isinstance(saved, Mapping) and all(map(_is_tensor, saved.values())),
             "optimizer": _has_groups(saved),
             "weights": whole,
         }
-
-    def _is_part(self, name: str, tensor: Any) -> bool:
-        """Whether a plain tensor with a weight's name has the size of this rank's part, such as a copy of it."""
-        place = self.places.get(user_name(name))
-        is_other = place is not None and _is_plain(tensor) and tuple(tensor.shape) != place.shape
-        return bool(is_other and place and tensor.numel() == place.now().numel() < prod(place.shape))
 
 
 def _has_been_imported(module: str, name: str) -> bool:
@@ -270,6 +243,13 @@ def _is_plain(tensor: Any) -> bool:
     import torch
 
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta
+
+
+def _is_part(place: parts.Place | None, tensor: Any) -> bool:
+    """Whether a plain tensor with a weight's name has the size of this rank's part, such as a copy of it."""
+    if place is None or not _is_plain(tensor) or tuple(tensor.shape) == place.shape:
+        return False
+    return bool(tensor.numel() == place.now().numel() < prod(place.shape))
 
 
 def _has_groups(saved: Any) -> bool:

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from accel_fsdp.checkpoints import tensor_names
 from accel_fsdp.config import Engine
 from accel_fsdp.job import from_run
-from accel_fsdp.ranks import events, parts, script
+from accel_fsdp.ranks import events, holding, parts, script
 from accel_fsdp.ranks.between_ranks import differs_in_training
 from accel_fsdp.ranks.holding import user_name
 from accel_fsdp.ranks.observing import Observation, after, before, caller, guarded
@@ -97,9 +98,18 @@ class _Model:
     uncovered: dict[str, Sums] = field(default_factory=dict)
     last: dict[str, Sums] = field(default_factory=dict)
 
-    def sums(self) -> dict[str, Sums]:
-        trained = (place for place in self.places if place.parameter.requires_grad)
-        return {place.name: sums(place.now()) for place in trained}
+    @property
+    def trained(self) -> list[Place]:
+        return [place for place in self.places if place.parameter.requires_grad]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of its weights and buffers, all of a shared one."""
+        module = self.model()
+        inner = None if module is None else holding.unwrapped(module)
+        kinds = (inner.named_parameters, inner.named_buffers) if inner is not None else ()
+        names = {name for named in kinds for name, _ in named(remove_duplicate=False) if "_flat_param" not in name}
+        return sorted({tensor_names.clean_name(name) for name in names} | {place.name for place in self.places})
 
 
 class ObservedSteps:
@@ -188,6 +198,7 @@ class ObservedSteps:
                 is_copy = is_trained and is_whole and from_run.engine_of(model) == Engine.NONE.label
                 self._add(model, places, is_copy)
                 self.is_due |= is_copy
+        self.report_weights()
 
     def _add(self, model: "nn.Module", places: list[Place], is_copy: bool) -> None:
         frozen = frozenset(place.name for place in places if not place.parameter.requires_grad)
@@ -264,14 +275,13 @@ class ObservedSteps:
         return {parts.local(shard).untyped_storage().data_ptr() for shard in shards if shard.dim()} - {0}
 
     def _trained(self) -> set[int]:
-        places = (place for model in self.models for place in model.places)
-        return {id(place.parameter) for place in places if place.parameter.requires_grad}
+        return {id(place.parameter) for model in self.models for place in model.trained}
 
     def _gradients(self, weights: Iterable[Any]) -> float:
         """The norm of these weights' and all models' gradients. Notes those of weights in no optimizer until now."""
         norms = {id(weight): sums(weight.grad)[1] for weight in weights}
         for model in self.models:
-            for place in (place for place in model.places if place.parameter.requires_grad):
+            for place in model.trained:
                 number = id(place.parameter)
                 norms.setdefault(number, sums(place.parameter.grad)[1])
                 if norms[number] and number not in self.covered and place.name not in model.uncovered:
@@ -279,14 +289,14 @@ class ObservedSteps:
         return math.hypot(*norms.values())
 
     def _total(self) -> float:
-        return sum(total for model in self.models if model.is_copy for total, _ in model.sums().values())
+        return sum(sums(place.now())[0] for model in self.models if model.is_copy for place in model.trained)
 
     def _after_step(self, *_: Any) -> None:
         """Reads the weights once after each backward pass: an optimizer may step for each weight."""
         if self.is_due:
             self.is_due = False
             for model in (model for model in self.models if model.is_copy):
-                model.last = model.sums()
+                model.last = {place.name: sums(place.now()) for place in model.trained}
             self.since = sum(total for model in self.models for total, _ in model.last.values())
 
     def report_end(self, models: Iterable["nn.Module"], batches: tuple[int, int]) -> None:
@@ -295,6 +305,7 @@ class ObservedSteps:
         `batches` are those of an epoch: of all ranks, and of this one.
         """
         self.has_ended = True
+        self.report_weights()
         events.report(
             "trained",
             optimizers=self.made,
@@ -314,6 +325,14 @@ class ObservedSteps:
             schedules=self.schedules.content({id(o.param_groups): k.number for o, k in self.optimizers.items()}),
         )
 
+    def report_weights(self) -> None:
+        """Reports the part that this rank holds of each weight: its start, sum and norm; and all names of the model."""
+        for model in self.models:
+            held = {place.name: [place.start, *sums(place.now())] for place in model.places}
+            shapes = {place.name: place.shape for place in model.places}
+            content = {"model": model.number, "held": held, "shapes": shapes, "names": model.names}
+            events.report("weights", step=self.steps, **content)
+
     def _not_numbers(self) -> int:
         """The weights of which this rank holds NaN, of those that an optimizer has updated."""
         groups = (group for optimizer in self.stepped for group in optimizer.param_groups)
@@ -321,19 +340,19 @@ class ObservedSteps:
 
     def _content(self, model: _Model) -> dict[str, Any]:
         """`left`: the weights in no optimizer that never changed here. `changed`: those in none that did."""
-        end, places = model.sums(), {place.name: place for place in model.places}
+        trained = {place.name: place for place in model.trained}
         left = [
             name
-            for name, first in model.uncovered.items()
-            if end.get(name) == first and id(places[name].parameter) not in self.covered
+            for name in model.uncovered.keys() & trained.keys()
+            if sums(trained[name].now()) == model.uncovered[name] and id(trained[name].parameter) not in self.covered
         ]
         return {
             "number": model.number,
             "is_copy": model.is_copy,
             "last": model.last,
-            "end": end,
-            "unfrozen": sorted(model.frozen & end.keys()),
-            "left": left,
+            "end": {name: sums(place.now()) for name, place in trained.items()},
+            "unfrozen": sorted(model.frozen & trained.keys()),
+            "left": sorted(left),
             "changed": sorted(model.uncovered.keys() - left),
         }
 

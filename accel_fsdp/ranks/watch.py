@@ -229,7 +229,6 @@ class _Steps:
         """Called at the end of the script."""
         guarded(self.records.report_end)(self._outermost(), self.drawn.batches)
         guarded(self.drawn.report_end)()
-        guarded(self.saves.report_held)(self.records.steps)
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         if _only_creates_states():
@@ -251,8 +250,6 @@ class _Steps:
             hook.remove()
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         models = self._trained_models(trained)
-        if len(models) == 1:
-            self.saves.before_training(models[0])
         for model in models if self.measures else ():
             _report_holding("stepped", model, line=self.called_at.get(id(model), ""))
         self.models.clear()

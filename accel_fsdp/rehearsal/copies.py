@@ -68,13 +68,13 @@ def unfrozen(records: Records) -> Content | None:
 
 def at_other_batches(records: Records) -> Content | None:
     """The first step that ranks take after different numbers of batches."""
-    if pair := parted(records):
-        first, other = pair.ranks
-        for number, (step, other_step) in enumerate(pair.steps, 1):
-            if step["backwards"] != other_step["backwards"]:
-                batches = f"{step['backwards']} batches on rank {first} and {other_step['backwards']} on rank {other}"
-                line = records.steps[first][0]["line"]
-                return {"step": number, "batches": batches, "end": pair.end, "line": line}
+    pair = parted(records)
+    for number, steps in enumerate(pair.steps if pair else (), 1):
+        if pair and steps[0]["backwards"] != steps[1]["backwards"]:
+            batches = (
+                f"{step['backwards']} batches on rank {rank}" for rank, step in zip(pair.ranks, steps, strict=True)
+            )
+            return {"step": number, "batches": " and ".join(batches), "end": pair.end, "line": pair.steps[0][0]["line"]}
     return None
 
 

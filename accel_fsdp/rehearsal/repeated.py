@@ -161,10 +161,10 @@ def _without_effect(events: Sequence[RankEvent]) -> Iterator[Failure]:
 
 def _moves(events: Sequence[RankEvent]) -> bool:
     """Whether a weight has changed since the first step; also if nothing is known of them."""
-    held: dict[int, list[Any]] = {}
-    for event in (event for event in events if event.kind == "weight-parts"):
-        held.setdefault(event.rank, []).append(event.content["held"])
-    return not held or any(of_rank[0] != of_rank[-1] for of_rank in held.values())
+    held: dict[tuple[int, int], list[Any]] = {}
+    for event in (event for event in events if event.kind == "weights"):
+        held.setdefault((event.rank, event.content["model"]), []).append(event.content["held"])
+    return not held or any(reports[0] != reports[-1] for reports in held.values())
 
 
 def _rate_is_0(events: Sequence[RankEvent]) -> bool:

@@ -101,7 +101,8 @@ class _Model:
     @classmethod
     def of(cls, events: Sequence[RankEvent]) -> "_Model":
         model = cls(set(), {}, {}, len({event.rank for event in events if event.kind == "began"}))
-        for event in (event for event in events if event.kind == "weight-parts"):
+        weights = [event for event in events if event.kind == "weights"]
+        for event in weights if len({event.content["model"] for event in weights}) == 1 else ():
             model.names.update(event.content["names"])
             model.shapes.update(event.content["shapes"])
             model.parts.setdefault(event.content["step"], {}).setdefault(event.rank, event.content["held"])

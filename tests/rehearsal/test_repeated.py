@@ -146,7 +146,7 @@ def test_a_rank_that_holds_nothing_of_a_weight_agrees_with_all_others() -> None:
 
 def test_a_rate_of_0_is_remarked() -> None:
     content = {"rates": [0.0], "cleared": False, "changed": False, "apart": 0.0, "steps": "", "line": ""}
-    still = [RankEvent(0, 0.0, "weight-parts", {"held": {"head": [0, 0.1, 1.0]}})] * 2
+    still = [RankEvent(0, 0.0, "weights", {"model": 0, "held": {"head": [0, 0.1, 1.0]}})] * 2
     idle, trained = ([RankEvent(0, 0.0, "repeated", {**content, "rates": [rate]}), *still] for rate in (0.0, 0.1))
     assert not list(repeated.differences(idle))
     assert "the learning rate is 0 in them" in repeated.summary(idle)

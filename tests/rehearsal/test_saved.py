@@ -38,7 +38,9 @@ def reported(
     for step, values in ((0, FIRST), (2, NOW)):
         held = {name: [[0, 0], *sums] for name, sums in values.items()}
         shapes = {name: [2, 2] for name in values}
-        contents.append(("weight-parts", {"step": step, "held": held, "shapes": shapes, "names": [*values, *names]}))
+        contents.append(
+            ("weights", {"model": 0, "step": step, "held": held, "shapes": shapes, "names": [*values, *names]})
+        )
     reported = [(rank, *content) for rank in (0, 1) for content in contents]
     reported += [(rank, "saved", content) for rank, several in enumerate((saves, others)) for content in several]
     reported += [(0, "loaded", {"path": loaded})]
