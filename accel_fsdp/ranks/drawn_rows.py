@@ -51,6 +51,7 @@ class DrawnRows:
 
     line: str
     loop: str
+    script: str
     loader: int = 0
     epoch: int = 0
     places: list[list[int]] | None = field(default_factory=list)
@@ -182,7 +183,7 @@ class ObservedRows:
             self.unfinished.remove(loader.now)
         loop = script.line_of_stack(sys._getframe(3))
         line = self.made_at.get(id(iterator._dataset), loop)
-        rows = DrawnRows(line, loop, **_facts(iterator._index_sampler, iterator._dataset))
+        rows = DrawnRows(line, loop, sys.argv[0], **_facts(iterator._index_sampler, iterator._dataset))
         if getattr(iterator._index_sampler, "batch_sampler", None) not in self.counted:
             rows.batches = None
         loader.now = _Pass(loader, weakref.ref(iterator._sampler_iter), rows)

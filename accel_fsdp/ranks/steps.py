@@ -16,7 +16,7 @@ from accel_fsdp.job import from_run
 from accel_fsdp.ranks import events, holding, parts, script
 from accel_fsdp.ranks.between_ranks import differs_in_training
 from accel_fsdp.ranks.holding import user_name
-from accel_fsdp.ranks.observing import Observation, after, before, caller, guarded
+from accel_fsdp.ranks.observing import Observation, after, before, guarded
 from accel_fsdp.ranks.parts import Place
 from accel_fsdp.ranks.schedules import ObservedSchedules
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+WORDS = ("nan_to_num", ".eval()", "requires_grad", "add_param_group")
+"""Words of lines that the judges name: of each the nearest one above the first backward pass, or that of the pass."""
 SETTINGS = ("lr", "weight_decay", "betas", "momentum")
 """The settings with which an optimizer updates a group of parameters; they must be equal on all ranks."""
 WEIGHTS = Observation("weights around each step and at each save", *parts.RELIES_ON)
@@ -131,7 +133,7 @@ class ObservedSteps:
         self.is_due = False
         self.since: float | None = None
         self.sees_weights = self.has_ended = False
-        self.backward_line = self.added_at = self.loaded_at = self.unfrozen_at = self.evaluated_at = ""
+        self.backward_line = self.loaded_at = ""
 
     def install(self) -> None:
         from torch import nn
@@ -141,10 +143,7 @@ class ObservedSteps:
 
         self.schedules.install()
         after(Optimizer, "__init__", self._on_optimizer)
-        after(Optimizer, "add_param_group", self._on_group)
-        before(nn.Module, "train", self._note_mode)
         before(nn.Module, "load_state_dict", self._note_load)
-        before(nn.Module, "requires_grad_", self._note_unfreezing)
         register_optimizer_step_post_hook(guarded(self._after_step))
         self.sees_weights = WEIGHTS.is_possible
         if self.sees_weights:
@@ -159,22 +158,8 @@ class ObservedSteps:
             self.made += 1
         return self.optimizers[optimizer]
 
-    def _on_group(self, optimizer: Any, *_: Any, **__: Any) -> None:
-        if optimizer in self.optimizers:  # not in its `__init__`
-            self.added_at = script.line_of_stack(sys._getframe(2))
-
-    def _note_mode(self, _: "nn.Module", mode: bool = True) -> None:
-        by = caller()
-        is_child = by and (by.f_code.co_name, by.f_globals.get("__name__")) == ("train", "torch.nn.modules.module")
-        if not mode and not is_child:
-            self.evaluated_at = script.line_of_stack(by) or self.evaluated_at
-
     def _note_load(self, *_: Any, **__: Any) -> None:
         self.loaded_at = script.line_of_stack(sys._getframe(2))
-
-    def _note_unfreezing(self, _: Any, requires_grad: bool = True) -> None:
-        if requires_grad:
-            self.unfrozen_at = script.line_of_stack(sys._getframe(2)) or self.unfrozen_at
 
     def _wrapped(self, model: Any, *_: Any, **__: Any) -> None:
         ignored = getattr(model.module, "_ddp_params_and_buffers_to_ignore", ())
@@ -315,10 +300,7 @@ class ObservedSteps:
             kept=not self.steps and bool(self.first) and self.first == _sums_of_all(models),
             backward_line=self.backward_line,
             not_numbers=self._not_numbers(),
-            hidden_at=script.line_above(self.backward_line, "nan_to_num"),
-            evaluated_at=self.evaluated_at,
-            unfrozen_at=self.unfrozen_at or script.line_above(self.backward_line, "requires_grad"),
-            added_at=self.added_at,
+            lines={word: script.line_above(self.backward_line, word) for word in WORDS},
             strange=len(self.covered - self.known),
             batches=batches,
             models=list(map(self._content, self.models)),

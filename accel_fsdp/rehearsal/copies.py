@@ -63,7 +63,10 @@ def unfrozen(records: Records) -> Content | None:
     if pair is None or not pair.unfrozen:
         return None
     verb = "were" if len(pair.unfrozen) > 1 else "was"
-    return {"names": f"{first_few(pair.unfrozen, 1)} {verb}", "line": records.ends[pair.ranks[0]]["unfrozen_at"]}
+    return {
+        "names": f"{first_few(pair.unfrozen, 1)} {verb}",
+        "line": records.ends[pair.ranks[0]]["lines"]["requires_grad"],
+    }
 
 
 def at_other_batches(records: Records) -> Content | None:

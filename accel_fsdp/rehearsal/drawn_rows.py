@@ -62,8 +62,9 @@ def _split_twice(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]
     if not all(rows["once"] and rows["sharders"] and rows["planned"] < rows["length"] for rows in records):
         return
     starts = {(rows["start"], rows["fingerprint"]) for rows in records}
-    file = first["line"].rpartition(":")[0]
-    if len(starts) == len(records) > 1 and (line := line_of_split(file)):
+    files = (first["line"].rpartition(":")[0], first["script"])  # a module of the project may make the loader
+    file, line = next(((file, line) for file in files if (line := line_of_split(file))), ("", 0))
+    if len(starts) == len(records) > 1 and line:
         what = (
             f"of its {counted(first['length'], 'row')} a rank takes only {first['planned']} in an epoch: the script "
             f"gives each rank its part, and {first['sharders'][0]} gives it a part of that"

@@ -251,7 +251,7 @@ def _not_numbers(records: Records) -> Content | None:
     """NaN weights behind finite losses."""
     for rank, end in records.ends.items():
         if end["not_numbers"]:
-            return {"rank": rank, "weights": counted(end["not_numbers"], "weight"), "line": end["hidden_at"]}
+            return {"rank": rank, "weights": counted(end["not_numbers"], "weight"), "line": end["lines"]["nan_to_num"]}
     return None
 
 
@@ -267,7 +267,7 @@ def _without_gradients(records: Records) -> Content | None:
     last = next((number for number, zero in enumerate(reversed(is_zero)) if not zero), len(is_zero))
     zeros = sum(is_zero)
     if last >= WITHOUT_GRADIENT or (zeros > 1 and 2 * zeros >= len(is_zero)):
-        line = next(iter(records.ends.values()))["hidden_at"]
+        line = next(iter(records.ends.values()))["lines"]["nan_to_num"]
         return {"zeros": zeros, "steps": counted(len(is_zero), "step"), "line": line}
     return None
 
@@ -290,11 +290,11 @@ def _in_no_optimizer(records: Records) -> Content | None:
         content["what"] += ", unfrozen later"
         content["fix"] = "optimizer.add_param_group with the unfreezing; or all weights to the optimizer, which skips "
         content["fix"] += "frozen ones"
-    if thawed and end["added_at"] and end["strange"]:
+    if thawed and end["strange"]:
         strange = counted(end["strange"], "weight")
         content["what"] += f": {strange} that add_param_group added belong to no prepared model"
         content["fix"] = "add_param_group with the prepared model's parameters, not those from before prepare"
-        content["line"] = end["added_at"]
+        content["line"] = end["lines"]["add_param_group"]
     return content
 
 
@@ -304,7 +304,7 @@ def _evaluates_on_one_rank(records: Records) -> Content | None:
         modes = {rank: step["evaluating"] for (rank, _), step in zip(of_ranks, steps, strict=True)}
         if len(set(modes.values())) > 1:
             rank, other = (next(rank for rank, mode in modes.items() if mode is wanted) for wanted in (True, False))
-            line = records.ends[rank]["evaluated_at"] if rank in records.ends else steps[0]["line"]
+            line = records.ends[rank]["lines"][".eval()"] if rank in records.ends else steps[0]["line"]
             return {"rank": rank, "other": other, "line": line}
     return None
 
@@ -314,7 +314,7 @@ def _evaluates_on(records: Records) -> Content | None:
     for rank, steps in records.steps.items():
         since = next((n for n in range(len(steps), 0, -1) if not steps[n - 1]["evaluating"]), len(steps)) + 1
         if since < len(steps) and rank in records.ends:
-            return {"since": since, "steps": len(steps), "line": records.ends[rank]["evaluated_at"]}
+            return {"since": since, "steps": len(steps), "line": records.ends[rank]["lines"][".eval()"]}
     return None
 
 

@@ -66,8 +66,8 @@ def trained(rank: int = 0, **values: Any) -> RankEvent:
     """The record of a rank's end."""
     content = {"optimizers": 1, "backwards": 2, "steps": 2, "common_steps": 2, "kept": False, "not_numbers": 0}
     content |= {"strange": 0, "models": [], "schedules": [], "batches": [0, 0]}
-    lines = dict.fromkeys(("backward_line", "hidden_at", "evaluated_at", "unfrozen_at", "added_at"), "")
-    return told(rank, "trained", **content | lines | values)
+    lines = dict.fromkeys(("nan_to_num", ".eval()", "requires_grad", "add_param_group"), "")
+    return told(rank, "trained", **content | {"backward_line": "", "lines": lines} | values)
 
 
 def model(**values: Any) -> dict[str, Any]:
