@@ -53,7 +53,6 @@ PATCHING = {
     "launch.starting",
     "ranks.gpu_as_cpu",
     "ranks.observing",
-    "ranks.raised",
     "ranks.saves",
     "ranks.watch",
     "prediction.tracing.axes",

@@ -299,7 +299,6 @@ class ObservedSteps:
             common_steps=self.common_steps,
             kept=not self.steps and bool(self.first) and self.first == _sums_of_all(models),
             backward_line=self.backward_line,
-            not_numbers=self._not_numbers(),
             lines={word: script.line_above(self.backward_line, word) for word in WORDS},
             strange=len(self.covered - self.known),
             batches=batches,
@@ -314,11 +313,6 @@ class ObservedSteps:
             shapes = {place.name: place.shape for place in model.places}
             content = {"model": model.number, "held": held, "shapes": shapes, "names": model.names}
             events.report("weights", step=self.steps, **content)
-
-    def _not_numbers(self) -> int:
-        """The weights of which this rank holds NaN, of those that an optimizer has updated."""
-        groups = (group for optimizer in self.stepped for group in optimizer.param_groups)
-        return sum(math.isnan(sums(weight)[0]) for group in groups for weight in group["params"])
 
     def _content(self, model: _Model) -> dict[str, Any]:
         """`left`: the weights in no optimizer that never changed here. `changed`: those in none that did."""

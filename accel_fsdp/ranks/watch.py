@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from accel_fsdp.checkpoints import completeness
 from accel_fsdp.errors import in_a_line
 from accel_fsdp.library_internals import Internal
-from accel_fsdp.ranks import collectives, drawn_rows, events, hang, holding, raised, script
+from accel_fsdp.ranks import collectives, drawn_rows, events, hang, holding, script
 from accel_fsdp.ranks.drawn_rows import ObservedRows
 from accel_fsdp.ranks.holding import is_unit, measure, unwrapped, user_name
 from accel_fsdp.ranks.observing import Observation, after, before, guarded, replace
@@ -50,7 +50,6 @@ def begin() -> Callable[[], None]:
         _watch_checkpointing()
     if drawn_rows.LOADERS.is_possible:
         steps.drawn.install()
-    raised.ObservedErrors().install()
     steps.records.install()
     steps.saves.install()
     return steps.report_end
@@ -61,7 +60,6 @@ def tell_failure(error: BaseException) -> None:
     events.report(
         "failed",
         error=in_a_line(error),
-        follows=list(raised.chain(error)),
         line=script.line_of_error(error),
         wrapped=_attribute_of_wrapped(error),
         collective=hang.collective_of_error(error),

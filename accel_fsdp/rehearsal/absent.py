@@ -41,8 +41,6 @@ FIXES: Mapping[str, str] = {
     "accelerator.join_uneven_inputs([model]); no break or continue that a rank takes alone",
     "gradients": "use the same weights on all ranks in each step, as by drawing the task from one seed for all; or add "
     "the unused outputs to the loss: loss + 0 * other.sum()",
-    "caught": "let the error end the rank; where a step may be skipped, all ranks must skip it: find out before the "
-    "model runs, and let accelerator.reduce tell the others",
     "other": "every rank must call the same in the same order: what decides it must be equal on all ranks, as after "
     "accelerator.reduce or broadcast",
 }

@@ -8,9 +8,8 @@ from typing import Any
 
 from accel_fsdp.config import Engine
 from accel_fsdp.ranks import Holding, RankEvent
-from accel_fsdp.rehearsal import absent, copies, drawn_rows, repeated, schedules
+from accel_fsdp.rehearsal import copies, drawn_rows, repeated, schedules
 from accel_fsdp.rehearsal.blame import SCRIPT, Failure
-from accel_fsdp.rehearsal.job import CONSEQUENCE
 from accel_fsdp.rehearsal.records import Content, Records
 from accel_fsdp.units import counted, first_few
 
@@ -52,20 +51,6 @@ def _mixed_shards(records: Records) -> Content | None:
             sizes = " and ".join("x".join(map(str, given["shape"])) for given in (call, other_call))
             content = {**call, "name": name, "first": first.rank, "other": other.rank, "sizes": sizes}
             return content | ({"fix": OF_GRADIENTS} if name.startswith("the gradient") else {})
-    return None
-
-
-def _swallowed_error(records: Records) -> Content | None:
-    """A rank that catches an error of its model, such as out of memory, leaves the others in a collective."""
-    caused = {(event.rank, error) for event in records.of("failed") for error in event.content.get("follows", ())}
-    raised = [event for event in records.of("raised") if not CONSEQUENCE.search(event.content["error"])]
-    raised = [event for event in raised if (event.rank, event.content["error"]) not in caused]
-    ranks: dict[tuple[str, str], set[int]] = {}
-    for event in raised:
-        ranks.setdefault((event.content["line"], event.content["error"].partition(":")[0]), set()).add(event.rank)
-    for event in raised:
-        if ranks[event.content["line"], event.content["error"].partition(":")[0]] != records.began:
-            return {"rank": event.rank, **event.content}
     return None
 
 
@@ -247,14 +232,6 @@ def _not_finite(records: Records) -> Content | None:
     return next(({"rank": event.rank, **event.content} for event in losses), None)
 
 
-def _not_numbers(records: Records) -> Content | None:
-    """NaN weights behind finite losses."""
-    for rank, end in records.ends.items():
-        if end["not_numbers"]:
-            return {"rank": rank, "weights": counted(end["not_numbers"], "weight"), "line": end["lines"]["nan_to_num"]}
-    return None
-
-
 def _without_gradients(records: Records) -> Content | None:
     """All gradients of a step are 0 on all ranks, to the end or in half of the steps: NaN may be hidden.
 
@@ -325,7 +302,6 @@ JUDGES: tuple[Callable[[Records], Iterator[Failure]], ...] = (
         "set_seed on all ranks before the model is made, or this call before accelerator.prepare, while each rank has "
         "whole weights; param.full_tensor() of FSDP2 is a whole one",
     ),
-    Judge(_swallowed_error, "rank {rank} alone went on after an error of its model: {error}", absent.FIXES["caught"]),
     Judge(
         _optimizer_before_sharding,
         "the optimizer does not hold {missing} of the model's trained parameters, and holds {strange} that belong to "
@@ -389,11 +365,6 @@ JUDGES: tuple[Callable[[Records], Iterator[Failure]], ...] = (
         _not_finite,
         "the loss is {value} at step {step} of rank {rank}",
         "see what makes it so: labels that are all -100, a mean over no tokens, a log of 0, a rate too high",
-    ),
-    Judge(
-        _not_numbers,
-        "{weights} of rank {rank} hold NaN after training, and no loss was NaN",
-        "see what makes it so, and leave out what hides it: nan_to_num, or torch.where of a loss that is NaN",
     ),
     Judge(
         copies.at_other_batches,

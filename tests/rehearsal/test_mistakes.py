@@ -64,7 +64,7 @@ def step(rank: int = 0, **values: Any) -> RankEvent:
 
 def trained(rank: int = 0, **values: Any) -> RankEvent:
     """The record of a rank's end."""
-    content = {"optimizers": 1, "backwards": 2, "steps": 2, "common_steps": 2, "kept": False, "not_numbers": 0}
+    content = {"optimizers": 1, "backwards": 2, "steps": 2, "common_steps": 2, "kept": False}
     content |= {"strange": 0, "models": [], "schedules": [], "batches": [0, 0]}
     lines = dict.fromkeys(("nan_to_num", ".eval()", "requires_grad", "add_param_group"), "")
     return told(rank, "trained", **content | {"backward_line": "", "lines": lines} | values)
@@ -349,13 +349,6 @@ def test_a_loop_without_an_end_is_named_where_time_is_over() -> None:
     assert (failure.key, failure.line) == ("the script", "mine.py:4")
     slow = [RankEvent(rank, 9.0, "at", {"collective": "", "line": "mine.py:4", "stack": ""}) for rank in (0, 1)]
     assert blame.of_hang(replace(job.hang_of(slow), in_time=False), slow).key == "--timeout"
-
-
-def test_errors_that_all_ranks_skip_or_that_end_the_script_are_its_own_affair() -> None:
-    raised = [told(rank, "raised", error="RuntimeError: out of memory", line="mine.py:7") for rank in (0, 1)]
-    assert mistakes_of(raised[0])
-    assert not mistakes_of(*raised)
-    assert not mistakes_of(raised[0], told(0, "failed", follows=["ValueError: no step", "RuntimeError: out of memory"]))
 
 
 def test_the_end_of_a_long_output_begins_at_a_line() -> None:
