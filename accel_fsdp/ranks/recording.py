@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 from accel_fsdp.errors import in_a_line, is_installed
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
-from accel_fsdp.ranks import accumulation, buffers, events, outputs, parts, precision, script
+from accel_fsdp.ranks import accumulation, buffers, events, lines, outputs, parts, precision, script
 from accel_fsdp.ranks.copies import Copy, copied, loaded_in_shards, outermost
 from accel_fsdp.ranks.holding import unwrapped, user_name
 from accel_fsdp.ranks.hooks import has_hooks, hooks_of
-from accel_fsdp.ranks.lines import ObservedLines
 from accel_fsdp.ranks.mixed_shards import ObservedShards
 from accel_fsdp.ranks.observing import Observation, after, before, replace
 from accel_fsdp.ranks.outputs import members, with_member
@@ -81,7 +80,6 @@ class Recorder:
         self.boundary: list[Any] = []
         self.returned: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.remove: list[Callable[[], None]] = []
-        self.lines = ObservedLines()
 
     def install(self) -> None:
         import torch
@@ -104,7 +102,6 @@ class Recorder:
         self.remove.append(replace(torch.nn.Module, "__call__", self._record_call))
         self.remove.append(replace(torch.autograd, "backward", self._record_backward))
         self.remove.append(replace(torch.autograd, "grad", self._differentiate))
-        self.remove += self.lines.install()
         ObservedShards(lambda: self._live_models().values()).install()
         begin_step, end_step = (functools.partial(self._try, observe) for observe in (self._begin_step, self._end_step))
         hooks = [register_optimizer_step_pre_hook(begin_step), register_optimizer_step_post_hook(end_step)]
@@ -236,7 +233,6 @@ class Recorder:
         update.accumulation, update.unsharded = accumulation.batches(), parts.unsharded(self.places)
         update.divisor, update.scaled = precision.divisor(model), self.is_scaled
         update.clips, self.clips = self.clips, []
-        self.lines.cleared = ""
         return update
 
     def _live_models(self) -> "dict[int, nn.Module]":
@@ -314,15 +310,18 @@ class Recorder:
             update.line = script.line_of_stack(sys._getframe(2))
             update.backwards += 1
             update.reduced = self._try(self._gradients) or {}
-            update.unsynced = self.lines.unsynced
-            self.lines.cleared = ""
+            update.unsynced = self._try(self._unsynced_at, update.line) or ""
+
+    def _unsynced_at(self, line: str) -> str:
+        """The script's line that keeps gradients on each rank; empty if they are reduced."""
+        is_unsynced = any(map(precision.is_unsynced, self._live_models().values()))
+        return lines.nearest(line, "no_sync", "set_requires_gradient_sync") if is_unsynced else ""
 
     def check_kept(self, update: Update) -> None:
         """Compares the gradients before a backward pass with those after the last one."""
         now = self._gradients()
         if not parts.same(self._used_gradients(update.reduced), self._used_gradients(now)):
             update.dropped |= bool(update.backwards) and not self.in_step and not parts.not_zero(now)
-            update.cleared = self.lines.cleared if update.dropped else ""
             moment = "between two backward passes of a step" if update.backwards else "before it"
             update.why = update.why or f"gradients are kept, cleared or changed {moment}"
 
@@ -354,7 +353,6 @@ class Recorder:
         has_hooks = bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
         update.steps.append(Step(names_by_group, settings, states, script.line_of_stack(sys._getframe(2)), has_hooks))
         update.used |= parts.parts(places, lambda parameter: parameter.grad)
-        update.cleared = update.cleared or self.lines.cleared
 
     def _end_step(self, optimizer: Any, *_: Any) -> None:
         self.in_step = False

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.config import LONG_DTYPES
 from accel_fsdp.launch_environment import LaunchEnvironment
-from accel_fsdp.ranks import between_ranks, buffers, cpu, events, loss_shares, parts, precision
+from accel_fsdp.ranks import between_ranks, buffers, cpu, events, lines, loss_shares, parts, precision
 from accel_fsdp.ranks.alone import Tensors, Unrepeatable, alone, stepped
 from accel_fsdp.ranks.between_ranks import MOSTLY
 from accel_fsdp.ranks.holding import user_name
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+CLEAR = "zero_grad"
 WAIT_SECONDS = 10.0
 """How long rank 0 waits for the records of the others, which have ended their scripts."""
 ROUNDED = 0.35
@@ -94,7 +95,7 @@ class _Repeated:
         if why := next((update["why"] for update in updates if update["why"]), ""):
             shares = loss_shares.of_batches(self.first["forwards"])
             if self.first["dropped"] and len(shares) > 1 and loss_shares.each(shares, 1 / len(shares)):
-                self._report("dropped", self.first["cleared"] or self.first["line"], accumulation=len(shares))
+                self._report("dropped", lines.nearest(self.first["line"], CLEAR), accumulation=len(shares))
             raise Unrepeatable(why)
         if self.first["precision"] == "fp8":
             raise Unrepeatable(f"autocast on a CPU has no {self.first['precision']}")
@@ -149,7 +150,7 @@ class _Repeated:
             rates=[settings.get("lr") for step in self.first["steps"] for settings in step["settings"]],
             changed=any(map(is_changed, self.updates)),
             line=self._step_line,
-            cleared_at=self.first["cleared"],
+            cleared_at=lines.nearest(self._step_line, CLEAR) if any(g.any() for g in reduced.values()) else "",
         )
 
     @property

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from accel_fsdp.checkpoints import tensor_names
 from accel_fsdp.config import Engine
 from accel_fsdp.job import from_run
-from accel_fsdp.ranks import events, holding, parts, script
+from accel_fsdp.ranks import events, holding, lines, parts, script
 from accel_fsdp.ranks.between_ranks import differs_in_training
 from accel_fsdp.ranks.holding import user_name
 from accel_fsdp.ranks.observing import Observation, after, before, guarded
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 WORDS = ("nan_to_num", ".eval()", "requires_grad", "add_param_group")
-"""Words of lines that the judges name: of each the nearest one above the first backward pass, or that of the pass."""
+"""Words of lines that the judges name: of each the line that is nearest to the first backward pass, or the pass."""
 SETTINGS = ("lr", "weight_decay", "betas", "momentum")
 """The settings with which an optimizer updates a group of parameters; they must be equal on all ranks."""
 WEIGHTS = Observation("weights around each step and at each save", *parts.RELIES_ON)
@@ -299,7 +299,7 @@ class ObservedSteps:
             common_steps=self.common_steps,
             kept=not self.steps and bool(self.first) and self.first == _sums_of_all(models),
             backward_line=self.backward_line,
-            lines={word: script.line_above(self.backward_line, word) for word in WORDS},
+            lines={word: lines.nearest(self.backward_line, word) for word in WORDS},
             strange=len(self.covered - self.known),
             batches=batches,
             models=list(map(self._content, self.models)),
