@@ -1,13 +1,12 @@
 """Observes which rows a rank trains on: their indices in the data set, and checksums of their content."""
 
 import contextlib
-import functools
 import hashlib
 import sys
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from accel_fsdp.job import from_run
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.ranks import events, script
-from accel_fsdp.ranks.observing import Observation, after, guarded
+from accel_fsdp.ranks.observing import Observation, after, guarded, replace
 
 if TYPE_CHECKING:
     import torch
@@ -39,14 +38,12 @@ class DrawnRows:
     """The rows of one epoch of a loader on a rank, batch by batch.
 
     `start` is a checksum of the data set's first row, where it can be read without side effects; `is_whole`: all rows
-    of the epoch are recorded. `places` are the rows'
-    indices in the data set, None for a stream; `hashes` are checksums of their content, None where the rows of a batch
-    can't be distinguished.
-    `once`: the sampler gives each row of the data set once in an epoch, on all ranks together;
-    `is_own`: the sampler isn't torch's. `planned` is the largest number of rows that this rank takes in an epoch.
-    `batches` of an epoch: before Accelerate gives each rank its part, and in the part of this rank.
-    `sharders` name the loader or sampler that gives the rank its part. `sampler_epoch`: the last argument of the
-    sampler's `set_epoch`, if it has one.
+    of the epoch are recorded. `places` are the rows' indices in the data set, None for a stream; `hashes` are checksums
+    of their content, None where the rows of a batch can't be distinguished. `once`: the sampler gives each row of the
+    data set once in an epoch, on all ranks together; `is_own`: the sampler isn't torch's. `planned` is the largest
+    number of rows that this rank takes in an epoch, `batches` those of an epoch before Accelerate gives each rank its
+    part, and in this part. `sharders` name the loader or sampler that gives the rank its part. `sampler_epoch`: the
+    last argument of the sampler's `set_epoch`, if it has one.
     """
 
     line: str
@@ -108,27 +105,23 @@ class ObservedRows:
 
         after(DataLoader, "__init__", self._on_loader)
         after(DataLoader, "__len__", self._on_length)
-        iterators: Any = _BaseDataLoaderIter
-        draw, give = iterators._next_index, iterators.__next__
+        replace(_BaseDataLoaderIter, "_next_index", self._drawing)
+        replace(_BaseDataLoaderIter, "__next__", self._giving)
 
-        @functools.wraps(draw)
-        def next_index(iterator: Any) -> Any:
-            index = draw(iterator)
-            guarded(self._on_index)(iterator, index)
-            return index
+    def _drawing(self, original: Callable[..., Any], iterator: Any) -> Any:
+        index = original(iterator)
+        guarded(self._on_index)(iterator, index)
+        return index
 
-        @functools.wraps(give)
-        def next_batch(iterator: Any) -> Any:
-            try:
-                batch = give(iterator)
-            except StopIteration:
-                if finished := self.passes.get(iterator):
-                    finished.is_over = True
-                raise
-            guarded(self._on_batch)(iterator, batch)
-            return batch
-
-        iterators._next_index, iterators.__next__ = next_index, next_batch
+    def _giving(self, original: Callable[..., Any], iterator: Any) -> Any:
+        try:
+            batch = original(iterator)
+        except StopIteration:
+            if finished := self.passes.get(iterator):
+                finished.is_over = True
+            raise
+        guarded(self._on_batch)(iterator, batch)
+        return batch
 
     def ran_backward(self) -> None:
         if self.last:

@@ -191,10 +191,10 @@ class ObservedSaves:
                 _is_part(places.get(user_name(name)), tensor) or _is_shard(tensor, storages, by_dcp)
                 for name, tensor in tensors
             ),
-            "tensors": len(tensors),
-            "bare": bool(tensors) and isinstance(saved, Mapping) and all(map(_is_tensor, saved.values())),
-            "optimizer": _has_groups(saved),
-            "weights": whole,
+            "count": len(tensors),
+            "is_bare": bool(tensors) and isinstance(saved, Mapping) and all(map(_is_tensor, saved.values())),
+            "has_optimizer": _has_groups(saved),
+            "tensors": whole,
         }
 
 

@@ -152,18 +152,8 @@ def failures(events: Sequence[RankEvent], holdings: Mapping[int, Holding], job: 
 def _files(events: Sequence[RankEvent]) -> Iterator[_File]:
     for event in (event for event in events if event.kind == "saved"):
         call = {key: event.content[key] for key in ("call", "line", "step", "barriers", "machine")}
-        for file in event.content["files"]:
-            yield _File(
-                rank=event.rank,
-                **call,
-                path=file["path"],
-                shards=file["shards"],
-                count=file["tensors"],
-                is_bare=file["bare"],
-                has_optimizer=file["optimizer"],
-                is_other=event.content["weights"] is not None,
-                tensors=file["weights"],
-            )
+        is_other = event.content["weights"] is not None
+        yield from (_File(event.rank, is_other=is_other, **call, **file) for file in event.content["files"])
 
 
 def _shards(files: Sequence[_File], sharing_ranks: int) -> Iterator[Failure]:

@@ -15,7 +15,7 @@ MEAN = {name: (0.9 * FIRST[name][0] + 0.1 * NOW[name][0], 0.9 * FIRST[name][1] +
 def of_file(values: dict[str, tuple[float, float]], prefix: str = "", **more: Any) -> dict[str, Any]:
     """What a rank reports of a file with these sums and norms."""
     weights = {f"{prefix}{name}": [[2, 2], "float32", *sums] for name, sums in values.items()}
-    return {"shards": 0, "tensors": 2, "bare": True, "optimizer": False, "weights": weights, **more}
+    return {"shards": 0, "count": 2, "is_bare": True, "has_optimizer": False, "tensors": weights, **more}
 
 
 def save(path: str = "/model.pt", *files: dict[str, Any], call: str = "torch.save", **more: Any) -> dict[str, Any]:
@@ -74,8 +74,8 @@ WRAPPED = of_file(NOW, "module.")
     ("files", "loaded", "names", "is_wrong"),
     [
         ((WRAPPED,), "", (), True),
-        ((WRAPPED | {"bare": False},), "", (), False),
-        ((WRAPPED, of_file({}, optimizer=True)), "", (), False),
+        ((WRAPPED | {"is_bare": False},), "", (), False),
+        ((WRAPPED, of_file({}, has_optimizer=True)), "", (), False),
         ((WRAPPED,), "/model.pt", (), False),
         ((WRAPPED,), "", ("module.c.weight",), False),
         ((of_file(MEAN, "module."),), "", (), False),
