@@ -29,18 +29,24 @@ WORDS = ("nan_to_num", ".eval()", "requires_grad", "add_param_group")
 SETTINGS = ("lr", "weight_decay", "betas", "momentum")
 """The settings with which an optimizer updates a group of parameters; they must be equal on all ranks."""
 WEIGHTS = Observation("weights around each step and at each save", *parts.RELIES_ON)
+MOST_PASSES = 256
+"""The newest backward passes that are reported, of a script that never clears gradients."""
 Sums = tuple[float, float]
 """The sum and the norm. Rounding hardly changes them; other random values change the sum by about the norm."""
 
 
 def sums(values: "torch.Tensor | None") -> Sums:
-    """Zeros without values, and for packed and sparse tensors."""
+    """Zeros without values and for packed ones, NaN for what can't be summed: it compares as unknown."""
     import torch
 
-    plain = None if values is None else parts.local(values.detach())
-    if type(plain) is not torch.Tensor or plain.is_sparse or plain.is_meta or not plain.is_floating_point():
+    if values is None or values.is_meta or not values.is_floating_point():
         return 0.0, 0.0
-    return float(plain.sum(dtype=torch.float64)), float(torch.linalg.vector_norm(plain, dtype=torch.float64))
+    try:
+        plain = parts.local(values.detach())
+        plain = plain.coalesce().values() if plain.is_sparse else plain
+        return float(plain.sum(dtype=torch.float64)), float(torch.linalg.vector_norm(plain, dtype=torch.float64))
+    except Exception:  # of a kind of tensor that a library defines
+        return math.nan, math.nan
 
 
 def is_sharded(parameter: Any) -> bool:
@@ -218,7 +224,10 @@ class ObservedSteps:
         self.steps += 1
         self.stepped.add(optimizer)
         self.covered |= ids
-        content: dict[str, Any] = {"missing": len(self._trained() - ids), "strange": len(ids - self.known)}
+        content: dict[str, Any] = {
+            "missing": len(self._trained() - ids),
+            "strange": len(ids - self.known) if self.known else 0,
+        }
         if self.is_due:
             content["gradients"] = self._gradients(weights)
             if is_copy:
@@ -233,7 +242,7 @@ class ObservedSteps:
             line=script.line_of_stack(sys._getframe(2)),
             made_at=known.made_at,
             backwards=self.backwards,
-            passes=known.passes,
+            passes=known.passes[-MOST_PASSES:],
             groups=[_settings(group) for group in optimizer.param_groups],
             states=any(map(bool, optimizer.state.values())),
             evaluating=any(map(_is_evaluating, own)),
@@ -335,8 +344,9 @@ class ObservedSteps:
 
 def _is_evaluating(model: _Model) -> bool:
     """Whether a model that has dropout, or statistics of batches, is in evaluation mode."""
-    module = model.model()
-    return module is not None and not module.training and any(map(differs_in_training, module.modules()))
+    if (module := model.model()) is None or (inner := holding.unwrapped(module)).training:
+        return False
+    return any(map(differs_in_training, inner.modules()))
 
 
 def _settings(group: dict[str, Any]) -> dict[str, list[float]]:
