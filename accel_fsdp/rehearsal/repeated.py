@@ -115,29 +115,6 @@ def _copies(content: Mapping[str, Any]) -> Failure:
     return mistake(what, "change weights on all ranks in the same way, or only by the optimizer", content["line"])
 
 
-def _clipped_differently(content: Mapping[str, Any]) -> Failure:
-    (lowest, highest), (first, other) = content["factors"], content["ranks"]
-    what = (
-        f"between backward and step gradients are multiplied by {lowest:.4g} on rank {first} and by {highest:.4g} on "
-        f"rank {other}"
-    )
-    what += ", as clipping by the norm of a rank's own shards does"
-    return mistake(what, "accelerator.clip_grad_norm_(model.parameters(), norm)", content["line"])
-
-
-def _divided(content: Mapping[str, Any]) -> Failure:
-    batches = content["accumulation"]
-    if content["ratio"] > 1:
-        what = f"losses are not divided by gradient_accumulation_steps: gradients are {batches} times those of the mean"
-        fix = (
-            "accelerator.backward(loss), which divides it; with Trainer, whose Accelerator doesn't, divide the loss by "
-            "self.current_gradient_accumulation_steps or, in compute_loss, a sum by num_items_in_batch"
-        )
-        return mistake(what, fix, content["line"])
-    what = f"losses are divided by gradient_accumulation_steps twice: gradients are 1/{batches} of those of the mean"
-    return mistake(what, "accelerator.backward(loss) divides it: leave out the script's own", content["line"])
-
-
 def _counted(content: Mapping[str, Any]) -> Failure:
     ratio = content["ratio"]
     what = f"gradients are {ratio:.4g} times those of the mean over the step's tokens: {_meaning(ratio, content)}"
@@ -203,9 +180,23 @@ PLAIN: Mapping[str, Text] = {
         "between backward and step gradients change on rank {ranks[0]}, and not on rank {ranks[1]}",
         "change gradients on all ranks in the same way",
     ),
+    "clipped-apart": Text(
+        "between backward and step gradients are multiplied by {factors[0]:.4g} on rank {ranks[0]} and by "
+        "{factors[1]:.4g} on rank {ranks[1]}, as clipping by the norm of a rank's own shards does",
+        "accelerator.clip_grad_norm_(model.parameters(), norm)",
+    ),
     "clipped-otherwise": Text(
         "clipping multiplies gradients by {factors[0]:.4g}, and in one process by {factors[1]:.4g}",
         "accelerator.clip_grad_norm_(model.parameters(), norm)",
+    ),
+    "divided": Text(
+        "losses are divided by gradient_accumulation_steps twice: gradients are 1/{accumulation} of those of the mean",
+        "accelerator.backward(loss) divides it: leave out the script's own",
+    ),
+    "undivided": Text(
+        "losses are not divided by gradient_accumulation_steps: gradients are {accumulation} times those of the mean",
+        "accelerator.backward(loss), which divides it; with Trainer, whose Accelerator doesn't, divide the loss by "
+        "self.current_gradient_accumulation_steps or, in compute_loss, a sum by num_items_in_batch",
     ),
     "dropped": Text(
         "losses are divided by {accumulation}, and all but the last of {accumulation} gradients are cleared before "
@@ -251,8 +242,6 @@ PLAIN: Mapping[str, Text] = {
 DECIDED: Mapping[str, Callable[[Mapping[str, Any]], Failure]] = {
     "gradient": _gradient,
     "copies": _copies,
-    "clipped-apart": _clipped_differently,
-    "divided": _divided,
     "counted": _counted,
     "other-step": _other_step,
 }
