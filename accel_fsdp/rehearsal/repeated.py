@@ -141,7 +141,7 @@ def _moves(events: Sequence[RankEvent]) -> bool:
     held: dict[tuple[int, int], list[Any]] = {}
     for event in (event for event in events if event.kind == "weights"):
         held.setdefault((event.rank, event.content["model"]), []).append(event.content["held"])
-    return not held or any(reports[0] != reports[-1] for reports in held.values())
+    return not held or any(len(reports) < 2 or reports[0] != reports[-1] for reports in held.values())
 
 
 def _rate_is_0(events: Sequence[RankEvent]) -> bool:
