@@ -38,9 +38,9 @@ class DrawnRows:
     """The rows of one epoch of a loader on a rank, batch by batch.
 
     `start` is a checksum of the data set's first row, where it can be read without side effects; `is_whole`: all rows
-    of the epoch are recorded. `places` are the rows' indices in the data set, None for a stream; `hashes` are checksums
+    of the epoch are recorded. `places` are the rows' indices in the data set; `hashes` are checksums
     of their content, None where the rows of a batch can't be distinguished. `once`: the sampler gives each row of the
-    data set once in an epoch, on all ranks together; `is_own`: the sampler isn't torch's. `planned` is the largest
+    data set once in an epoch, on all ranks together; `planned` is the largest
     number of rows that this rank takes in an epoch, `batches` those of an epoch before Accelerate gives each rank its
     part, and in this part. `sharders` name the loader or sampler that gives the rank its part. `sampler_epoch`: the
     last argument of the sampler's `set_epoch`, if it has one.
@@ -51,14 +51,13 @@ class DrawnRows:
     script: str
     loader: int = 0
     epoch: int = 0
-    places: list[list[int]] | None = field(default_factory=list)
+    places: list[list[int]] = field(default_factory=list)
     hashes: list[list[int] | None] = field(default_factory=list)
     is_whole: bool = False
     length: int | None = None
     fingerprint: str | None = None
     start: int | None = None
     once: bool = False
-    is_own: bool = False
     planned: int | None = None
     batches: tuple[int, int] | None = None
     batch: int | None = None
@@ -83,6 +82,7 @@ class _Pass:
     indices: "weakref.ref[Any]"
     rows: DrawnRows
     is_over: bool = False
+    is_stream: bool = False
     given: int = 0
     trained: int = 0
 
@@ -164,9 +164,8 @@ class ObservedRows:
             except TypeError:  # indices in a list, which has no weak references
                 return
         places = index if isinstance(index, list | tuple) else [index]
-        if not all(isinstance(place, int) for place in places):
-            drawn.rows.places = None
-        elif drawn.rows.places is not None and sum(map(len, drawn.rows.places)) < MOST_ROWS:
+        drawn.is_stream |= not all(isinstance(place, int) for place in places)
+        if not drawn.is_stream and sum(map(len, drawn.rows.places)) < MOST_ROWS:
             drawn.rows.places.append([int(place) for place in places])
 
     def _begin(self, iterator: Any) -> _Pass:
@@ -195,16 +194,16 @@ class ObservedRows:
 
     def _report(self, ended: _Pass) -> None:
         loader, rows = ended.loader, ended.rows
-        if not ended.trained or from_run.ranks_may_share_rows() or loader.noted >= MOST_EPOCHS:
+        if not ended.trained or ended.is_stream or from_run.ranks_may_share_rows() or loader.noted >= MOST_EPOCHS:
             return
         if loader.number < 0:
             loader.number = self.at_line[rows.line]
             self.at_line[rows.line] += 1
         loader.noted += 1
-        rows.is_whole = ended.is_over and sum(map(len, rows.places or ())) < MOST_ROWS
+        rows.is_whole = ended.is_over and sum(map(len, rows.places)) < MOST_ROWS
         if not rows.is_whole:  # the loaders of Accelerate take a batch before they give the last one
             trained = max(1, ended.trained - bool(rows.sharders[:1] == [PREPARED]))
-            rows.places, rows.hashes = rows.places and rows.places[:trained], rows.hashes[:trained]
+            rows.places, rows.hashes = rows.places[:trained], rows.hashes[:trained]
         rows.loader, rows.epoch = loader.number, loader.noted
         events.report("drawn", **asdict(rows))
 
@@ -252,7 +251,6 @@ def _facts(indices: Any, dataset: Any) -> dict[str, Any]:
         return facts
     sampler: Any = batches.sampler
     facts |= {"batch": batches.batch_size, "sharders": [PREPARED] * is_shard}
-    facts["is_own"] = not type(sampler).__module__.startswith("torch.")
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
         facts["sharders"].append("a DistributedSampler")
     if isinstance(epoch := getattr(sampler, "epoch", None), int) and hasattr(sampler, "set_epoch"):

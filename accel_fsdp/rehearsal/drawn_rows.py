@@ -19,10 +19,8 @@ FEWEST = 4
 """The fewest rows from whose order something can be concluded."""
 FEWEST_BY_CONTENT = 12
 """The fewest distinct rows of a rank from which content alone, without indices, allows a conclusion."""
-SHARE_BY_CONTENT = 1 / 3
-"""The share of a rank's rows that another one has too, by content alone: samples drawn at random may share a few."""
 SHARE_OF_PARTS = 1 / 5
-"""The same if each rank has a separate data set: two random halves of the same rows share about 1/2."""
+"""The share of its rows that a rank shares with another, of separate data sets: two random halves share about 1/2."""
 SPLITTING = ("shard", "select", "Subset", "split_dataset_by_node", "range")
 """Functions that take a part of a data set."""
 DRAWING = ("random_split", "train_test_split", "shuffle", "permutation", "randperm", "sample")
@@ -76,17 +74,16 @@ def _split_twice(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]
 def _shared(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
     """Rows that two ranks train on in one epoch, where a plain run trains on each once."""
     for (first, record), (other, other_record) in combinations(sorted(of_ranks.items()), 2):
+        if not (record["once"] and other_record["once"]):
+            continue
         same_data = _same_data(record, other_record)
-        if same_data and _parts_of_one(list(of_ranks.values())):
+        if same_data:
             first_rows, other_rows = set(_places(_unpadded(record))), set(_places(_unpadded(other_record)))
             is_mistake = bool(first_rows & other_rows)
         else:
             first_rows, other_rows = _contents(record), _contents(other_record)
-            has_enough = min(len(first_rows), len(other_rows)) >= FEWEST_BY_CONTENT
-            share = len(first_rows & other_rows) / max(1, min(len(first_rows), len(other_rows)))
-            by_content = record["places"] is None or (not same_data and record["once"] and other_record["once"])
-            minimum = SHARE_BY_CONTENT if record["places"] is None else SHARE_OF_PARTS
-            is_mistake = has_enough and by_content and share >= minimum
+            fewest = min(len(first_rows), len(other_rows))
+            is_mistake = fewest >= FEWEST_BY_CONTENT and len(first_rows & other_rows) >= SHARE_OF_PARTS * fewest
         if is_mistake:
             are_apart = same_data is False or set(_places(record)).isdisjoint(_places(other_record))
             what = (
@@ -114,21 +111,9 @@ def _fix(sharders: Sequence[str], are_apart: bool) -> str:
     return "accelerator.prepare(dataloader), or a DistributedSampler, and one seed on all ranks for the order of rows"
 
 
-def _parts_of_one(records: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether each row of the data set is meant for a single rank: by a known sampler, or by the numbers of rows."""
-    if all(rows["once"] for rows in records):
-        return True
-    if not all(rows["is_whole"] and rows["is_own"] for rows in records):
-        return False
-    places = [_places(rows) for rows in records]
-    without_repeats = all(len(set(_places(_unpadded(rows)))) == len(_places(_unpadded(rows))) for rows in records)
-    last_rows = sum(len(rows["places"][-1]) for rows in records)
-    return without_repeats and 0 <= sum(map(len, places)) - records[0]["length"] < last_rows
-
-
 def _same_data(record: Mapping[str, Any], other_record: Mapping[str, Any]) -> bool | None:
     """Whether two ranks' data sets hold the same rows at the same indices; None if unknown."""
-    if None in (record["places"], other_record["places"]) or record["length"] != other_record["length"]:
+    if record["length"] != other_record["length"]:
         return False
     if record["fingerprint"] and record["fingerprint"] == other_record["fingerprint"]:
         return True
@@ -162,20 +147,19 @@ def _not_shuffled(events: Sequence[RankEvent], rank: int) -> Iterator[Failure]:
 
 def _unpadded(rows: Mapping[str, Any]) -> Mapping[str, Any]:
     """The rows without the last batch of an epoch, which rows from its start may fill."""
-    batches, full = rows["places"], -(-(rows["planned"] or 0) // (rows["batch"] or 1))
-    is_last = rows["is_whole"] or (full and len(batches or ()) >= full)
-    if not is_last:
+    full = -(-(rows["planned"] or 0) // (rows["batch"] or 1))
+    if not rows["is_whole"] and not (full and len(rows["places"]) >= full):
         return rows
-    return {**rows, "places": batches and batches[:-1], "hashes": rows["hashes"][:-1]}
+    return {**rows, "places": rows["places"][:-1], "hashes": rows["hashes"][:-1]}
 
 
 def _places(rows: Mapping[str, Any]) -> list[int]:
-    return list(chain.from_iterable(rows["places"] or ()))
+    return list(chain.from_iterable(rows["places"]))
 
 
 def _by_place(rows: Mapping[str, Any]) -> dict[int, int]:
     """The checksum of each row by its index, for batches whose rows can be distinguished."""
-    pairs = zip(rows["places"] or (), rows["hashes"], strict=False)
+    pairs = zip(rows["places"], rows["hashes"], strict=False)
     return {
         place: content
         for places, hashes in pairs

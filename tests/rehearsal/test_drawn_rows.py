@@ -183,13 +183,9 @@ WRONG: dict[str, tuple[Callable[[int], Epochs], str]] = {
     "not prepared": (lambda rank: again(DataLoader(ROWS, 2, shuffle=True)), r"on \d\d of 30 rows"),
     "not prepared, half an epoch": (lambda rank: again(DataLoader(ROWS, 2, shuffle=True), 8), r"on \d+ of 16 rows"),
     "one rank number": (lambda rank: again(unprepared(distributed(0))), "on 14 of 14 rows"),
-    "own sampler": (lambda rank: again(sampled(Ordered(shuffled(rank)), rank)), "of 14 rows"),
     "overlapping parts": (lambda rank: again(DataLoader(ROWS[12 * rank :][:20], 2, shuffle=True)), r"on \d of 18 rows"),
     "halves that each rank shuffled": (
         lambda rank: again(DataLoader([ROWS[place] for place in shuffled(4 + rank)][rank::2], 2)), "on 3 of 14 rows",
-    ),
-    "stream that each rank shuffles": (
-        lambda rank: again(DataLoader(Stream([ROWS[place] for place in shuffled(rank)]), 2), 12), "of 24 rows",
     ),
     "no set_epoch": (
         lambda rank: again(unprepared(distributed(rank))),
