@@ -33,6 +33,10 @@ class Observation:
         return True
 
 
+_reported: set[tuple[str, str]] = set()
+"""Errors of observers that were reported; each is once."""
+
+
 def guarded(callback: Callable[..., Any]) -> Callable[..., Any]:
     """A function that observes: an error of it ends neither the script nor the rest of the record, and is reported."""
 
@@ -41,7 +45,10 @@ def guarded(callback: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return callback(*args, **kwargs)
         except Exception as error:  # of a library's or the user's object
-            events.report("unwatched", what=getattr(callback, "__qualname__", "an observer"), why=in_a_line(error))
+            what, why = getattr(callback, "__qualname__", "an observer"), in_a_line(error)
+            if (what, why) not in _reported:
+                _reported.add((what, why))
+                events.report("unwatched", what=what, why=why)
             return None
 
     return observe

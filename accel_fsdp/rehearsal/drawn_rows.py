@@ -10,7 +10,7 @@ from functools import cache
 from itertools import chain, combinations, pairwise
 from typing import Any
 
-from accel_fsdp.ranks import RankEvent
+from accel_fsdp.ranks import RankEvent, lines
 from accel_fsdp.rehearsal.absent import names_a_rank, names_of_rank, parsed
 from accel_fsdp.rehearsal.blame import Failure, mistake
 from accel_fsdp.units import counted
@@ -23,8 +23,8 @@ SHARE_OF_PARTS = 1 / 5
 """The share of its rows that a rank shares with another, of separate data sets: two random halves share about 1/2."""
 SPLITTING = ("shard", "select", "Subset", "split_dataset_by_node", "range")
 """Functions that take a part of a data set."""
-DRAWING = ("random_split", "train_test_split", "shuffle", "permutation", "randperm", "sample")
-"""Functions that order or divide a data set at random."""
+DRAWING = ("random_split(", "train_test_split(", "shuffle(", "permutation(", "randperm(", "sample(")
+"""Calls that order or divide a data set at random."""
 DISTRIBUTED = "a DistributedSampler"
 
 
@@ -96,7 +96,7 @@ def _shared(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
                 yield mistake(what, "return self.accelerator.prepare(dataloader)", f"{file}:{own}")
             else:
                 fix = _fix(record["sharders"], are_apart)
-                yield mistake(what, fix, line_of_draw(line) if are_apart else line)
+                yield mistake(what, fix, lines.nearest(line, *DRAWING) if are_apart else line)
             return
 
 
@@ -185,13 +185,6 @@ def line_of_split(script: str) -> int:
     by_rank = names_of_rank(tree)
     lines = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.expr) and _splits(node, by_rank)]
     return min(lines, default=0)
-
-
-def line_of_draw(line: str) -> str:
-    """The last call of `DRAWING` before a line of the script, as file:line; the line itself if there is none."""
-    script, _, number = line.rpartition(":")
-    calls = (node for node in ast.walk(parsed(script)) if isinstance(node, ast.Call) and _name(node) in DRAWING)
-    return f"{script}:{max((call.lineno for call in calls if call.lineno <= int(number)), default=number)}"
 
 
 @cache
