@@ -6,6 +6,7 @@ from . import parts as parts
 from . import script as script
 from . import stacks as stacks
 from .collectives import Call as Call
+from .collectives import aborted as aborted
 from .collectives import calls_of as calls_of
 from .events import EVENTS as EVENTS
 from .events import EventReader as EventReader

@@ -1,12 +1,17 @@
 """The collectives that this rank has called, from torch's record of them, and the script's lines that called them."""
 
 import contextlib
+import os
 import pickle
+import re
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel_fsdp.ranks import events, script
+from accel_fsdp.ranks.events import RankEvent
 
 NAMES: Mapping[str, str] = {
     **dict.fromkeys(("wait_for_everyone", "barrier", "monitored_barrier"), "barrier"),
@@ -41,6 +46,26 @@ class Call(NamedTuple):
     @property
     def function(self) -> str:
         return "the model" if self.kind == "forward" else self.call
+
+
+def aborted(folder: Path, script_file: Path) -> list[RankEvent]:
+    """An event for each rank whose process a library aborted, with the call that the script was in."""
+    results = []
+    for path in folder.glob(f"*{events.ABORTED}"):
+        frames = re.findall(r'File "(.+)", line (\d+) in (.+)', path.read_text(encoding="utf-8", errors="replace"))
+        own = [number for number, (file, *_) in enumerate(frames) if _folder(file) == _folder(script_file)]
+        if own:
+            places = [(os.path.basename(frames[number][0]), frames[number][1]) for number in reversed(own)]
+            lines = [f"{script_file.parent / file}:{line}" for file, line in places]
+            call = _called_function([name for *_, name in frames[: own[0]]], "a collective")
+            content = {"calls": [["", 0, "", call, lines, []]]}
+            results.append(RankEvent(int(path.name.partition(".")[0]), time.monotonic(), "aborted", content))
+    return results
+
+
+def _folder(file: str | Path) -> str:
+    """The absolute folder; empty for code that isn't in a file, such as <string>."""
+    return "" if str(file).startswith("<") else os.path.dirname(os.path.abspath(file))
 
 
 def _called_function(names: Sequence[str], collective: str) -> str:

@@ -11,6 +11,8 @@ from accel_fsdp.launch_environment import LaunchEnvironment
 
 EVENTS = "ACCEL_FSDP_EVENTS"
 """The variable that names the folder of events; if it isn't set, nothing is written."""
+ABORTED = ".aborted"
+"""The end of the name of the file into which Python writes a rank's stack if a library aborts the process."""
 ASKED = "asked"
 """The file in the folder of events that asks the ranks where they are."""
 

@@ -1,15 +1,18 @@
 """Detects a rank that waits for others: in which collective, for how long, and where in the script."""
 
+import faulthandler
 import os
 import threading
 import time
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
 from accel_fsdp import waiting
+from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.ranks import collectives, events, script
 from accel_fsdp.waiting import FrameLocation
 
@@ -39,6 +42,9 @@ def begin() -> None:
     """Starts a thread that watches the main thread."""
     if os.environ.get(events.EVENTS):
         events.report("began")
+        folder = Path(os.environ[events.EVENTS])
+        if not faulthandler.is_enabled():  # gloo aborts a rank that is sent more bytes than it waits for
+            faulthandler.enable(open(folder / f"{LaunchEnvironment.now().rank}{events.ABORTED}", "w"))  # noqa: SIM115
         threading.Thread(target=_watch, args=(threading.get_ident(),), name=WATCHES, daemon=True).start()
 
 

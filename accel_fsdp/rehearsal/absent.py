@@ -71,7 +71,8 @@ def absence(events: Sequence[RankEvent]) -> Absence | None:
     """The missing or differing collective that the ranks' calls show, or None."""
     calls = {event.rank: calls_of(event.content) for event in events if event.kind == "calls"}
     silent = sorted({event.rank for event in events if event.kind == "began"} - calls.keys())
-    mismatch = next(chain(_mismatches(calls), _mismatches_with(silent, calls)), None)
+    aborted = {event.rank: calls_of(event.content)[-1] for event in events if event.kind == "aborted"}
+    mismatch = next(chain(_mismatches(calls), _mismatches_with(silent, calls, aborted)), None)
     return Absence(*_sentence(mismatch, events), mismatch.call.lines[-1]) if mismatch else None
 
 
@@ -108,15 +109,15 @@ def _order(mismatch: _Mismatch) -> tuple[bool, bool, int, int]:
     return not mismatch.is_new, not _branch(mismatch.call), likeliest, mismatch.rank
 
 
-def _mismatches_with(silent: Sequence[int], calls: Calls) -> Iterator[_Mismatch]:
-    """The mismatches with a rank that reported no calls, as it has ended.
+def _mismatches_with(silent: Sequence[int], calls: Calls, aborted: Mapping[int, Call]) -> Iterator[_Mismatch]:
+    """The mismatches with a rank that reported no calls: it has ended, or gloo aborted it in the call of `aborted`.
 
     The call that the other rank makes alone is then its last one under a condition on its rank.
     """
     for rank, own_calls in sorted(calls.items()) if silent else ():
         if own_calls and own_calls[-1].lines:
             by_number = next((call for call in reversed(own_calls) if _branch(call)), None)
-            yield _Mismatch(rank, by_number or own_calls[-1], silent[0], None, by_number is not None)
+            yield _Mismatch(rank, by_number or own_calls[-1], silent[0], aborted.get(silent[0]), by_number is not None)
 
 
 def _sentence(mismatch: _Mismatch, events: Sequence[RankEvent]) -> tuple[str, str]:
@@ -138,7 +139,7 @@ def _sentence(mismatch: _Mismatch, events: Sequence[RankEvent]) -> tuple[str, st
         what = f"{call.function} averages gradients of other weights on rank {rank} than on rank {other}"
         return f"{what}, such as of a head that one rank alone uses", FIXES["gradients"]
     if other_call.lines == call.lines:
-        sizes = f"{_shape(call)} on rank {rank} and {_shape(other_call)} on rank {other}"
+        sizes = f"{_shape(call)} on rank {rank} and {_shape(other_call) or 'others'} on rank {other}"
         return f"{call.function} gets tensors of different sizes: {sizes}", FIXES["sizes"]
     place = f"where rank {other} calls {other_call.function} at {other_call.lines[-1]}"
     if is_new and call.kind in PRIORITY:

@@ -154,7 +154,8 @@ class Rehearsed:
             _kill(started)
         text = output.read_text(encoding="utf-8", errors="replace")
         printed = stdout.read_text(encoding="utf-8", errors="replace") if self.cold else ""
-        return Outcome(code, ranks.read(folder), printed + text, hang, printed)
+        events = [*ranks.read(folder), *ranks.aborted(folder, self.script)]
+        return Outcome(code, events, printed + text, hang, printed)
 
     def _start(
         self, module: str, words: Sequence[str], environment: Mapping[str, str], output: Path, stdout: Path

@@ -308,6 +308,7 @@ JUDGES: tuple[Callable[[Records], Iterator[Failure]], ...] = (
         "no prepared model",
         "make the optimizer of the prepared model, or prepare both in one call: prepare(model, optimizer)",
     ),
+    Judge(_nothing_prepared, "{call} comes before prepare, so that it {verb} no weights", ""),
     Judge(
         _lost_states,
         "the optimizer lost its states: {path} was loaded, and the next step finds none of its states",
@@ -332,7 +333,6 @@ JUDGES: tuple[Callable[[Records], Iterator[Failure]], ...] = (
         "leave preserve_rng_state true",
         "preserve_rng_state",
     ),
-    Judge(_nothing_prepared, "{call} comes before prepare, so that it {verb} no weights", ""),
     Judge(
         _never_stepped,
         "no weight was ever updated: {passes}, and no step of an optimizer",
