@@ -189,7 +189,8 @@ class ObservedSteps:
                 is_copy = is_trained and is_whole and from_run.engine_of(model) == Engine.NONE.label
                 self._add(model, places, is_copy)
                 self.is_due |= is_copy
-        self.report_weights()
+        if candidates or not self.steps:
+            self.report_weights()
 
     def _add(self, model: "nn.Module", places: list[Place], is_copy: bool) -> None:
         frozen = frozenset(place.name for place in places if not place.parameter.requires_grad)
