@@ -8,7 +8,6 @@ import math
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +59,7 @@ Sums = dict[str, tuple[float, float]]
 
 @dataclass(frozen=True)
 class _File:
-    """A file that a call wrote on one rank.
-
-    `tensors` holds shape, dtype, sum and norm of each whole tensor by name. `is_other`: of another module than the
-    trained one, or of a part of it.
-    """
+    """A file that a call wrote on one rank. `tensors` holds shape, dtype, sum and norm of each whole tensor by name."""
 
     rank: int
     call: str
@@ -77,7 +72,6 @@ class _File:
     count: int
     is_bare: bool
     has_optimizer: bool
-    is_other: bool
     tensors: Mapping[str, Sequence[Any]]
 
     @property
@@ -107,10 +101,6 @@ class _Model:
             model.shapes.update(event.content["shapes"])
             model.parts.setdefault(event.content["step"], {}).setdefault(event.rank, event.content["held"])
         return model
-
-    @cached_property
-    def first(self) -> Sums:
-        return self.at(0)
 
     def at(self, step: int) -> Sums:
         """Sum and norm of the whole weights; empty where not every rank reported its part. Replicas count once."""
@@ -152,8 +142,7 @@ def failures(events: Sequence[RankEvent], holdings: Mapping[int, Holding], job: 
 def _files(events: Sequence[RankEvent]) -> Iterator[_File]:
     for event in (event for event in events if event.kind == "saved"):
         call = {key: event.content[key] for key in ("call", "line", "step", "barriers", "machine")}
-        is_other = event.content["weights"] is not None
-        yield from (_File(event.rank, is_other=is_other, **call, **file) for file in event.content["files"])
+        yield from (_File(event.rank, **call, **file) for file in event.content["files"])
 
 
 def _shards(files: Sequence[_File], sharing_ranks: int) -> Iterator[Failure]:
@@ -252,7 +241,7 @@ def _kind_of_values(file: _File, model: _Model) -> str | None:
 
     if holds(now):
         return NOW
-    if holds(model.first) and all(rounding <= ROUNDING["float32"] for _, rounding in saved.values()):
+    if holds(model.at(0)) and all(rounding <= ROUNDING["float32"] for _, rounding in saved.values()):
         return FIRST
     return OTHER
 
