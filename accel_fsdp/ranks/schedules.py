@@ -13,10 +13,10 @@ STEPS = "num_training_steps"
 
 @dataclass
 class _Scheduled:
-    """An optimizer with a scheduler, the line that created it, and its last move.
+    """An optimizer with a scheduler, the line that created it, and that of the last move.
 
-    `planned`: the moves for which the scheduler that moved last was made, where that is known. `is_by_script`: the
-    script moves it itself; Accelerate moves what it prepared once for each rank.
+    `is_by_script`: the script moves it itself; Accelerate moves what it prepared once for each rank. `latest` is the
+    scheduler that moved last, one of several in a row, and `latest_moves` its own moves.
     """
 
     optimizer: Any
@@ -24,12 +24,12 @@ class _Scheduled:
     moved_at: str = ""
     moves: int = 0
     is_by_script: bool = False
-    planned: int = 0
-    may_rise: bool = True
+    latest: Any = None
+    latest_moves: int = 0
 
 
 def planned_moves(scheduler: Any) -> int:
-    """The moves of transformers' schedules, and those in which torch's cosine falls once; 0 for others."""
+    """The moves for which a schedule of transformers was made, or torch's cosine, which then falls once; else 0."""
     from torch.optim.lr_scheduler import CosineAnnealingLR
 
     return int(scheduler.T_max) if type(scheduler) is CosineAnnealingLR else int(_settings(scheduler).get(STEPS, 0))
@@ -66,7 +66,8 @@ class ObservedSchedules:
             known.moves += 1
             known.moved_at = script.line_of_stack(sys._getframe(2))
             known.is_by_script |= script.is_calling(sys._getframe(1))
-            known.planned, known.may_rise = planned_moves(scheduler), may_rise(scheduler)
+            known.latest_moves = 1 + (known.latest_moves if known.latest is scheduler else 0)
+            known.latest = scheduler
 
     def _of(self, optimizer: Any) -> _Scheduled | None:
         """What is known of an optimizer, also if given a wrapper of it, such as Accelerate's."""
@@ -78,17 +79,19 @@ class ObservedSchedules:
         known = self._of(optimizer)
         return known.moved_at if known else ""
 
-    def content(self, numbers: Mapping[int, int]) -> list[dict[str, Any]]:
-        """All schedules at the end of the script; `numbers` are those of optimizers, by the id of their groups."""
+    def content(self, optimizers: Mapping[Any, Any]) -> list[dict[str, Any]]:
+        """All schedules at the end of the script, with the numbers of their optimizers: one may wrap another."""
+        pairs = [(optimizer.param_groups, of_steps.number) for optimizer, of_steps in optimizers.items()]
         return [
             {
-                "optimizer": numbers.get(id(known.optimizer.param_groups)),
+                "optimizers": [number for groups, number in pairs if groups is known.optimizer.param_groups],
                 "made_at": known.made_at,
                 "moved_at": known.moved_at,
                 "moves": known.moves,
                 "is_by_script": known.is_by_script,
-                "planned": known.planned,
-                "may_rise": known.may_rise,
+                "latest_moves": known.latest_moves,
+                "planned": planned_moves(known.latest),
+                "may_rise": may_rise(known.latest),
             }
             for known in self.scheduled
         ]

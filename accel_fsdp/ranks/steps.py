@@ -313,7 +313,7 @@ class ObservedSteps:
             strange=len(self.covered - self.known),
             batches=batches,
             models=list(map(self._content, self.models)),
-            schedules=self.schedules.content({id(o.param_groups): k.number for o, k in self.optimizers.items()}),
+            schedules=self.schedules.content(self.optimizers),
         )
 
     def report_weights(self) -> None:

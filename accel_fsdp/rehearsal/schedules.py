@@ -24,7 +24,7 @@ def find(records: Records) -> Iterator[Failure]:
     if rank not in records.ends or not steps:
         return
     schedules = records.ends[rank]["schedules"]
-    counts = [len(records.steps_of(schedule["optimizer"], rank)) for schedule in schedules]
+    counts = [sum(step["optimizer"] in schedule["optimizers"] for step in steps) for schedule in schedules]
     for schedule in (schedule for schedule, count in zip(schedules, counts, strict=True) if not count):
         if schedule["moves"] > 1:
             what = "a scheduler changes the rate of an optimizer that never steps, while another one steps"
@@ -36,7 +36,7 @@ def find(records: Records) -> Iterator[Failure]:
         what = f"the learning rate is 0 in the last {idle} of {counted(len(steps), 'step')}"
         yield mistake(what + (f": the scheduler moved {moves} times" if moves > len(steps) else ""), FIX, line)
     for schedule, own in zip(schedules, counts, strict=True):
-        planned, moves = schedule["planned"], schedule["moves"]
+        planned, moves = schedule["planned"], schedule["latest_moves"]
         is_due = own <= planned + 1 or not schedule["may_rise"]  # torch's cosine rises again by its formula
         if planned and is_due and moves > OVER * planned:
             what = f"the learning rate's schedule for {counted(planned, 'move')} has moved {moves} times"

@@ -23,6 +23,11 @@ def warmed(optimizer: Any) -> Any:
     return lr_scheduler.SequentialLR(optimizer, [rising, lr_scheduler.CosineAnnealingLR(optimizer, 6)], [2])
 
 
+def warmed_for_two(optimizer: Any) -> Any:
+    rising = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=6)
+    return lr_scheduler.SequentialLR(optimizer, [rising, lr_scheduler.CosineAnnealingLR(optimizer, 10)], [6])
+
+
 Makes = Callable[[Any], Any]
 WRONG: dict[str, tuple[Makes, int]] = {
     "moved with each of four micro-batches": (lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 10), 4),
@@ -45,6 +50,7 @@ RIGHT: dict[str, tuple[Makes, int]] = {
     "waves of transformers": (lambda optimizer: get_cosine_schedule_with_warmup(optimizer, 1, STEPS, num_cycles=2), 1),
     "warm-up and a cosine": (lambda optimizer: get_cosine_schedule_with_warmup(optimizer, 2, STEPS), 1),
     "warm-up and a cosine of torch": (warmed, 1),
+    "warm-up and a cosine of torch for two ranks": (warmed_for_two, 2),
     "one cycle": (lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=STEPS + 1), 1),
     "a triangle": (
         lambda optimizer: lr_scheduler.CyclicLR(optimizer, 1e-4, 1e-3, step_size_up=2, cycle_momentum=False),
@@ -96,8 +102,8 @@ def test_a_schedule_may_rise(name: str, tmp_path: Path, monkeypatch: pytest.Monk
 )
 def test_a_schedule_for_the_batches_of_all_ranks(planned: int, moves: int, steps: int, is_mistake: bool) -> None:
     """Two epochs of 12 batches, of which each of two ranks has 6."""
-    schedule = {"optimizer": 0, "made_at": "", "moved_at": "", "is_by_script": True, "may_rise": True}
-    schedule |= {"planned": planned, "moves": moves}
+    schedule = {"optimizers": [0], "made_at": "", "moved_at": "", "is_by_script": True, "may_rise": True}
+    schedule |= {"planned": planned, "moves": moves, "latest_moves": moves}
     step = {"optimizer": 0, "groups": [{"lr": [0.1]}]}
     ended = {"batches": [12, 6], "backwards": 12, "schedules": [schedule]}
     events = [*(RankEvent(0, 0.0, "step", step) for _ in range(steps)), RankEvent(0, 1.0, "trained", ended)]
