@@ -53,10 +53,8 @@ PATCHING = {
     "launch.starting",
     "ranks.gpu_as_cpu",
     "ranks.observing",
-    "ranks.raised",
     "ranks.saves",
     "ranks.watch",
-    "ranks.weights",
     "prediction.tracing.axes",
     "training.patches",
 }

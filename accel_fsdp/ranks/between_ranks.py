@@ -1,4 +1,4 @@
-"""Compares recorded updates between ranks: copies of weights, training modes, changes on only some ranks."""
+"""Compares recorded updates between ranks: copies of weights, and changes on only some ranks."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -60,15 +60,6 @@ def beginning(updates: Updates, plain: Mapping[str, "torch.Tensor"]) -> list[int
     if not shares or max(shares.values()) <= MOSTLY or min(shares.values()) > 0:
         return None
     return [choose(shares, key=shares.__getitem__) for choose in (max, min)]
-
-
-def modes(updates: Updates, model: "nn.Module") -> list[int] | None:
-    """A rank that trains in evaluation mode and one that does not, if the model has layers that the mode changes."""
-    evaluating = [set(update["forwards"][0]["evaluating"]) for update in updates if update["forwards"]]
-    rank = next((rank for rank, mode in enumerate(evaluating) if mode != evaluating[0]), 0)
-    if not rank or not any(map(differs_in_training, model.modules())):
-        return None
-    return [0, rank] if evaluating[0] > evaluating[rank] else [rank, 0]
 
 
 def differs_in_training(module: "nn.Module") -> bool:

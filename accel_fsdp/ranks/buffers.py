@@ -1,13 +1,10 @@
 """A model's buffers: a forward pass may depend on those that it changes itself, such as a codebook's entries."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import product
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.ranks.holding import unwrapped, user_name
-from accel_fsdp.ranks.outputs import tensors_in
-from accel_fsdp.ranks.ratios import EXACT, norm
 
 if TYPE_CHECKING:
     import torch
@@ -37,31 +34,6 @@ def restore(model: "nn.Module", first: Buffers, changed: Buffers) -> None:
     for name, buffer in _named(model):
         if name in first:
             buffer.data = changed.get(name, first[name]).to(buffer.dtype).clone()
-
-
-def apart(
-    model: "nn.Module", first: Buffers, forwards: Sequence[Mapping[str, Any]], as_recorded: Callable[..., Any]
-) -> dict[str, Any] | None:
-    """A buffer of which a rank's forward pass has other values than rank 0's, and that rank.
-
-    A checkpoint has the buffer, and the outputs for rank 0's inputs depend on it. `as_recorded` prepares for a forward.
-    """
-    import torch
-
-    own, *others = (forward["buffers"] for forward in forwards)
-    saved = first.keys() & set(map(user_name, model.state_dict()))
-    module, (args, kwargs) = model.get_submodule(forwards[0]["module"]), forwards[0]["inputs"]
-    for (rank, changed), name in product(enumerate(others, 1), [name for name in first if name in saved]):
-        value, other_value = (values.get(name, first[name]) for values in (own, changed))
-        if value.equal(other_value):
-            continue
-        outputs = []
-        for values in (own, {**own, name: other_value}):
-            with torch.no_grad(), as_recorded(module, {**forwards[0], "buffers": values}):
-                outputs.append(tensors_in(module(*args, **kwargs)))
-        if any(norm(left - right) > EXACT * norm(left) for left, right in zip(*outputs, strict=True)):
-            return {"name": name, "ranks": [0, rank]}
-    return None
 
 
 def _named(model: "nn.Module") -> Iterator[tuple[str, Any]]:

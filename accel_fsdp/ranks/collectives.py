@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from accel_fsdp.ranks import events, flight_records, script
+from accel_fsdp.ranks import events, script
 from accel_fsdp.ranks.events import RankEvent
 
 NAMES: Mapping[str, str] = {
@@ -53,14 +53,12 @@ def aborted(folder: Path, script_file: Path) -> list[RankEvent]:
     results = []
     for path in folder.glob(f"*{events.ABORTED}"):
         frames = re.findall(r'File "(.+)", line (\d+) in (.+)', path.read_text(encoding="utf-8", errors="replace"))
-        own_frames = [number for number, (file, *_) in enumerate(frames) if _folder(file) == _folder(script_file)]
-        if own_frames:
-            lines = [
-                f"{script_file.parent / os.path.basename(file)}:{line}"
-                for file, line, _ in map(frames.__getitem__, own_frames)
-            ]
-            call = _called_function([name for *_, name in frames[: own_frames[0]]], "a collective")
-            content = {"calls": [["", 0, "", call, lines[::-1], []]], "line": lines[0]}
+        own = [number for number, (file, *_) in enumerate(frames) if _folder(file) == _folder(script_file)]
+        if own:
+            places = [(os.path.basename(frames[number][0]), frames[number][1]) for number in reversed(own)]
+            lines = [f"{script_file.parent / file}:{line}" for file, line in places]
+            call = _called_function([name for *_, name in frames[: own[0]]], "a collective")
+            content = {"calls": [["", 0, "", call, lines, []]]}
             results.append(RankEvent(int(path.name.partition(".")[0]), time.monotonic(), "aborted", content))
     return results
 
@@ -90,10 +88,11 @@ def calls_of(content: Mapping[str, Any]) -> list[Call]:
 
 
 def _calls() -> list[Call]:
+    from torch._C import _distributed_c10d as recorder
+
     with _without_inductor():
-        dump, _ = flight_records.newest("", pickle.loads)
-    entries = pickle.loads(dump)["entries"] if dump else []
-    return [_call(entry) for entry in entries if not entry.get("is_p2p")]
+        dump = vars(recorder)["_dump_fr_trace"]()
+    return [_call(entry) for entry in pickle.loads(dump).get("entries", ()) if not entry.get("is_p2p")]
 
 
 def _call(entry: Mapping[str, Any]) -> Call:

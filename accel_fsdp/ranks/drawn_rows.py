@@ -1,21 +1,20 @@
 """Observes which rows a rank trains on: their indices in the data set, and checksums of their content."""
 
 import contextlib
-import functools
 import hashlib
 import sys
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from accel_fsdp.job import from_run
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.ranks import events, script
-from accel_fsdp.ranks.observing import Observation, after, guarded
-from accel_fsdp.ranks.outputs import tensors_in
+from accel_fsdp.ranks.observing import Observation, after, guarded, replace
 
 if TYPE_CHECKING:
     import torch
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 ITERATOR = "torch.utils.data.dataloader:_BaseDataLoaderIter"
 LOADERS = Observation(
     "rows that loaders give",
-    Internal("torch.utils.data:DataLoader.__init__", "self dataset *"),
-    Internal("torch.utils.data:DataLoader.__len__", "self"),
     Internal(f"{ITERATOR}._next_index", "self"),
     Internal(f"{ITERATOR}.__next__", "self"),
 )
@@ -33,8 +30,6 @@ MOST_ROWS = 2048
 """The number of rows of an epoch that are recorded."""
 MOST_EPOCHS = 3
 """The number of epochs of a loader that are recorded."""
-MOST_BY_HAND = 256
-"""The first forward passes whose rows are noted where no loader gives them."""
 PREPARED = "accelerator.prepare"
 
 
@@ -43,32 +38,29 @@ class DrawnRows:
     """The rows of one epoch of a loader on a rank, batch by batch.
 
     `start` is a checksum of the data set's first row, where it can be read without side effects; `is_whole`: all rows
-    of the epoch are recorded. `places` are the rows'
-    indices in the data set, None for a stream; `hashes` are checksums of their content, None where the rows of a batch
-    can't be distinguished.
-    `once`: the sampler gives each row of the data set once in an epoch, on all ranks together;
-    `is_own`: the sampler isn't torch's. `planned` is the largest number of rows that this rank takes in an epoch.
-    `batches` of an epoch: before Accelerate gives each rank its part, and in the part of this rank.
-    `sharders` name the loader or sampler that gives the rank its part. `sampler_epoch`: the last argument of the
-    sampler's `set_epoch`, if it has one.
+    of the epoch are recorded. `places` are the rows' indices in the data set; `hashes` are checksums
+    of their content, None where the rows of a batch can't be distinguished. `once`: the sampler gives each row of the
+    data set once in an epoch, on all ranks together; `planned` is the largest
+    number of rows that this rank takes in an epoch, `batches` those of an epoch before Accelerate gives each rank its
+    part, and in this part. `sharders` name the loader or sampler that gives the rank its part. `sampler_epoch`: the
+    last argument of the sampler's `set_epoch`, if it has one.
     """
 
     line: str
     loop: str
+    script: str
     loader: int = 0
     epoch: int = 0
-    places: list[list[int]] | None = field(default_factory=list)
+    places: list[list[int]] = field(default_factory=list)
     hashes: list[list[int] | None] = field(default_factory=list)
     is_whole: bool = False
     length: int | None = None
     fingerprint: str | None = None
     start: int | None = None
     once: bool = False
-    is_own: bool = False
     planned: int | None = None
     batches: tuple[int, int] | None = None
     batch: int | None = None
-    drops_last: bool = False
     sharders: list[str] = field(default_factory=list)
     sampler_epoch: int | None = None
 
@@ -90,6 +82,7 @@ class _Pass:
     indices: "weakref.ref[Any]"
     rows: DrawnRows
     is_over: bool = False
+    is_stream: bool = False
     given: int = 0
     trained: int = 0
 
@@ -105,7 +98,6 @@ class ObservedRows:
         self.unfinished: list[_Pass] = []
         self.last: _Pass | None = None
         self.at_line: Counter[str] = Counter()
-        self.has_trained = False
 
     def install(self) -> None:
         from torch.utils.data import DataLoader
@@ -113,32 +105,32 @@ class ObservedRows:
 
         after(DataLoader, "__init__", self._on_loader)
         after(DataLoader, "__len__", self._on_length)
-        iterators: Any = _BaseDataLoaderIter
-        draw, give = iterators._next_index, iterators.__next__
+        replace(_BaseDataLoaderIter, "_next_index", self._drawing)
+        replace(_BaseDataLoaderIter, "__next__", self._giving)
 
-        @functools.wraps(draw)
-        def next_index(iterator: Any) -> Any:
-            index = draw(iterator)
-            guarded(self._on_index)(iterator, index)
-            return index
+    def _drawing(self, original: Callable[..., Any], iterator: Any) -> Any:
+        index = original(iterator)
+        guarded(self._on_index)(iterator, index)
+        return index
 
-        @functools.wraps(give)
-        def next_batch(iterator: Any) -> Any:
-            try:
-                batch = give(iterator)
-            except StopIteration:
-                if finished := self.passes.get(iterator):
-                    finished.is_over = True
-                raise
-            guarded(self._on_batch)(iterator, batch)
-            return batch
-
-        iterators._next_index, iterators.__next__ = next_index, next_batch
+    def _giving(self, original: Callable[..., Any], iterator: Any) -> Any:
+        try:
+            batch = original(iterator)
+        except StopIteration:
+            if finished := self.passes.get(iterator):
+                finished.is_over = True
+            raise
+        guarded(self._on_batch)(iterator, batch)
+        return batch
 
     def ran_backward(self) -> None:
         if self.last:
             self.last.trained = self.last.given
-            self.has_trained = True
+
+    @property
+    def epoch(self) -> list[int] | None:
+        """Names the loader that gave the last batch, and the pass over it."""
+        return [id(self.last.loader), id(self.last)] if self.last else None
 
     @property
     def batches(self) -> tuple[int, int]:
@@ -149,12 +141,9 @@ class ObservedRows:
         ended = self.last
         return ended.rows.batches if ended and ended.is_over and ended.rows.batches else (0, 0)
 
-    def report_end(self, by_hand: list[list[int] | None], line: str) -> None:
-        """Reports the remaining rows; `by_hand` are those of the forward passes, for a script without a loader."""
+    def report_end(self) -> None:
         for unfinished in self.unfinished:
             self._report(unfinished)
-        if by_hand and not self.has_trained:
-            events.report("drawn", **asdict(DrawnRows(line, line, epoch=1, places=None, hashes=by_hand)))
 
     def _on_loader(self, _: Any, dataset: Any, *__: Any, **___: Any) -> None:
         if script.is_calling(sys._getframe(2)):  # a library makes another loader of the same data set
@@ -175,9 +164,8 @@ class ObservedRows:
             except TypeError:  # indices in a list, which has no weak references
                 return
         places = index if isinstance(index, list | tuple) else [index]
-        if not all(isinstance(place, int) for place in places):
-            drawn.rows.places = None
-        elif drawn.rows.places is not None and sum(map(len, drawn.rows.places)) < MOST_ROWS:
+        drawn.is_stream |= not all(isinstance(place, int) for place in places)
+        if not drawn.is_stream and sum(map(len, drawn.rows.places)) < MOST_ROWS:
             drawn.rows.places.append([int(place) for place in places])
 
     def _begin(self, iterator: Any) -> _Pass:
@@ -187,7 +175,7 @@ class ObservedRows:
             self.unfinished.remove(loader.now)
         loop = script.line_of_stack(sys._getframe(3))
         line = self.made_at.get(id(iterator._dataset), loop)
-        rows = DrawnRows(line, loop, **_facts(iterator._index_sampler, iterator._dataset))
+        rows = DrawnRows(line, loop, sys.argv[0], **_facts(iterator._index_sampler, iterator._dataset))
         if getattr(iterator._index_sampler, "batch_sampler", None) not in self.counted:
             rows.batches = None
         loader.now = _Pass(loader, weakref.ref(iterator._sampler_iter), rows)
@@ -206,16 +194,16 @@ class ObservedRows:
 
     def _report(self, ended: _Pass) -> None:
         loader, rows = ended.loader, ended.rows
-        if not ended.trained or loader.noted >= MOST_EPOCHS:
+        if not ended.trained or ended.is_stream or from_run.ranks_may_share_rows() or loader.noted >= MOST_EPOCHS:
             return
         if loader.number < 0:
             loader.number = self.at_line[rows.line]
             self.at_line[rows.line] += 1
         loader.noted += 1
-        rows.is_whole = ended.is_over and sum(map(len, rows.places or ())) < MOST_ROWS
+        rows.is_whole = ended.is_over and sum(map(len, rows.places)) < MOST_ROWS
         if not rows.is_whole:  # the loaders of Accelerate take a batch before they give the last one
             trained = max(1, ended.trained - bool(rows.sharders[:1] == [PREPARED]))
-            rows.places, rows.hashes = rows.places and rows.places[:trained], rows.hashes[:trained]
+            rows.places, rows.hashes = rows.places[:trained], rows.hashes[:trained]
         rows.loader, rows.epoch = loader.number, loader.noted
         events.report("drawn", **asdict(rows))
 
@@ -263,8 +251,6 @@ def _facts(indices: Any, dataset: Any) -> dict[str, Any]:
         return facts
     sampler: Any = batches.sampler
     facts |= {"batch": batches.batch_size, "sharders": [PREPARED] * is_shard}
-    facts["is_own"] = not type(sampler).__module__.startswith("torch.")
-    facts["drops_last"] = batches.drop_last or getattr(sampler, "drop_last", False) is True
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
         facts["sharders"].append("a DistributedSampler")
     if isinstance(epoch := getattr(sampler, "epoch", None), int) and hasattr(sampler, "set_epoch"):
@@ -288,19 +274,11 @@ def _start(dataset: Any) -> int | None:
     index = 0
     while isinstance(dataset, Subset) and len(dataset):
         dataset, index = dataset.dataset, dataset.indices[index]
-    if type(dataset) in (list, tuple, torch.Tensor, TensorDataset):
-        return _hash_of_row(dataset[index]) if len(dataset) else None
-    own = getattr(dataset, "__dict__", {}).values()
-    rows = [_hash_of_row(value[0]) for value in own if isinstance(value, list | tuple | torch.Tensor) and len(value)]
-    return hash(tuple(rows)) if any(rows) else None
-
-
-def _hash_of_row(row: Any) -> int:
-    """0 for a row that has neither tensors nor text or numbers."""
-    tensors = list(tensors_in(list(row) if isinstance(row, tuple) else row))
-    if tensors or not isinstance(row, str | int | float | list | tuple | dict):
-        return _hash(tensors) if tensors else 0
-    return zlib.crc32(repr(row).encode())
+    is_plain = type(dataset) in (list, tuple, torch.Tensor, TensorDataset)
+    values = [dataset] if is_plain else getattr(dataset, "__dict__", {}).values()
+    kinds = (list, tuple, torch.Tensor, TensorDataset)
+    text = repr([value[index if is_plain else 0] for value in values if isinstance(value, kinds) and len(value)])
+    return None if text == "[]" or " at 0x" in text else zlib.crc32(text.encode())
 
 
 def _gives_once(sampler: Any, rows: int) -> bool:

@@ -43,20 +43,13 @@ def of_batches(forwards: Sequence[Mapping[str, Any]]) -> list[float]:
     return [float(forward["gradients"][forward["loss"]]) for forward in forwards]
 
 
-def of_rank(update: Mapping[str, Any]) -> float | None:
-    """The sum of the gradients of a rank's mean losses that the model itself computed; None for other losses."""
-    own_losses = [forward for forward in update["forwards"] if "num_items_in_batch" not in forward["inputs"][1]]
-    gradients = [forward["gradients"][forward["loss"]] for forward in own_losses if forward["loss"] is not None]
-    is_known = len(gradients) == len(update["forwards"]) and all(gradient is not None for gradient in gradients)
-    return sum(float(gradient) for gradient in gradients) if is_known else None
-
-
 def misdivided(update: Mapping[str, Any], ranks: int) -> dict[str, Any] | None:
     """The gradients of the losses that the model itself computed add up to 1 over a step, if each is divided once."""
     accumulation, shares = update["accumulation"], of_batches(update["forwards"])
     if accumulation > 1 and len(shares) == accumulation:
-        times = next((times for times in (accumulation, 1 / accumulation) if abs(sum(shares) / times - 1) < EXACT), 1)
-        return {"what": "divided", "ratio": times, "accumulation": accumulation} if times != 1 else None
+        kinds = {"undivided": accumulation, "divided": 1 / accumulation}
+        what = next((what for what, times in kinds.items() if abs(sum(shares) / times - 1) < EXACT), "")
+        return {"what": what, "accumulation": accumulation} if what else None
     is_early = len(shares) < accumulation and update["midway"]
     is_late = len(shares) > accumulation > 1 and len(shares) == update["backwards"] == _batches(update)
     if (is_early or is_late) and each(shares, 1 / accumulation):

@@ -2,13 +2,11 @@
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.library_internals import Internal
 from accel_fsdp.ranks import events, parts, script
-from accel_fsdp.ranks.observing import before
+from accel_fsdp.ranks.observing import before, caller
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,7 +15,6 @@ COLLECTIVES = ("all_reduce", "broadcast", "reduce")
 OF_ACCELERATE = "accelerate.utils.operations"
 MOST_CALLS = 50
 """The calls that are observed, as each looks through all weights."""
-RELIES_ON = tuple(Internal(f"torch.distributed:{name}", "tensor *") for name in COLLECTIVES)
 
 
 class ObservedShards:
@@ -40,12 +37,12 @@ class ObservedShards:
             before(dist, name, functools.partial(self._observe, name, inspect.signature(getattr(dist, name))))
 
     def _observe(self, call: str, signature: inspect.Signature, *args: Any, **kwargs: Any) -> None:
-        caller = sys._getframe(2)
-        is_own = script.is_calling(caller)
-        if self.calls >= MOST_CALLS or not (is_own or caller.f_globals.get("__name__") == OF_ACCELERATE):
+        by = caller()
+        is_own = script.is_calling(by)
+        if self.calls >= MOST_CALLS or not (is_own or (by and by.f_globals.get("__name__") == OF_ACCELERATE)):
             return
         given = signature.bind(*args, **kwargs).arguments
-        line, tensor = script.line_of_stack(caller), parts.local(given["tensor"])
+        line, tensor = script.line_of_stack(by), parts.local(given["tensor"])
         self.calls += tensor.numel() != 1
         if tensor.numel() > 1 and not self.combines:
             self.combines = True

@@ -1,15 +1,17 @@
 """The observers inside a rank, and the library internals that they need; changed ones are reported in one line."""
 
 import functools
+import sys
 from collections.abc import Callable
 from importlib import metadata
+from types import FrameType
 from typing import Any
 
 from accel_fsdp import console
 from accel_fsdp.errors import in_a_line
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal, flaw
-from accel_fsdp.ranks import events
+from accel_fsdp.ranks import events, script
 
 
 class Observation:
@@ -31,6 +33,10 @@ class Observation:
         return True
 
 
+_reported: set[tuple[str, str]] = set()
+"""Errors of observers that were reported; each is once."""
+
+
 def guarded(callback: Callable[..., Any]) -> Callable[..., Any]:
     """A function that observes: an error of it ends neither the script nor the rest of the record, and is reported."""
 
@@ -39,45 +45,44 @@ def guarded(callback: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return callback(*args, **kwargs)
         except Exception as error:  # of a library's or the user's object
-            _report_error(callback, error)
+            what, why = getattr(callback, "__qualname__", "an observer"), in_a_line(error)
+            if (what, why) not in _reported:
+                _reported.add((what, why))
+                events.report("unwatched", what=what, why=why)
             return None
 
     return observe
 
 
-def _report_error(callback: Callable[..., Any], error: Exception) -> None:
-    events.report("unwatched", what=getattr(callback, "__qualname__", "an observer"), why=in_a_line(error))
+def caller() -> FrameType | None:
+    """The frame that called a watched function."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and script.is_of_watch(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
 
 
 def before(owner: Any, name: str, callback: Callable[..., None]) -> None:
     """Calls `callback` with the same arguments before each call of a function."""
-    original = getattr(owner, name)
+    observe = guarded(callback)
 
-    @functools.wraps(original)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        try:
-            callback(*args, **kwargs)
-        except Exception as error:
-            _report_error(callback, error)
+    def watched(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        observe(*args, **kwargs)
         return original(*args, **kwargs)
 
-    setattr(owner, name, watched)
+    replace(owner, name, watched)
 
 
 def after(owner: Any, name: str, callback: Callable[..., None]) -> None:
     """Calls `callback` with the same arguments after each call of a function."""
-    original = getattr(owner, name)
+    observe = guarded(callback)
 
-    @functools.wraps(original)
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def watched(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        try:
-            callback(*args, **kwargs)
-        except Exception as error:
-            _report_error(callback, error)
+        observe(*args, **kwargs)
         return result
 
-    setattr(owner, name, watched)
+    replace(owner, name, watched)
 
 
 def replace(owner: Any, name: str, wrapper: Callable[..., Any]) -> Callable[[], None]:

@@ -50,6 +50,20 @@ def divisor(model: "nn.Module") -> float:
     return next((float(factor) for factor in factors if factor), 0.0)
 
 
+def is_unsynced(model: Any) -> bool:
+    """Whether a backward pass now keeps gradients on each rank, as in no_sync."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    if isinstance(model, DistributedDataParallel):
+        return not model.require_backward_grad_sync
+    units: list[Any] = list(filter(is_unit, model.modules()))
+    if any(isinstance(unit, FullyShardedDataParallel) and not unit._sync_gradients for unit in units):
+        return True
+    fsdp2 = (unit for unit in units if isinstance(unit, FSDPModule))
+    return any(not group.reduce_grads for unit in fsdp2 for group in groups(unit._get_fsdp_state()))
+
+
 def _hooks(model: Any) -> list[str]:
     """The names of torch's own hooks; what a script's own ones do is compared."""
     hooks = [hook for hook, _ in getattr(model, "_comm_hooks", ())]

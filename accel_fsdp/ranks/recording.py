@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 from accel_fsdp.errors import in_a_line, is_installed
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
-from accel_fsdp.ranks import accumulation, buffers, events, lines, mixed_shards, outputs, parts, precision, script
+from accel_fsdp.ranks import accumulation, buffers, events, lines, outputs, parts, precision, script
 from accel_fsdp.ranks.copies import Copy, copied, loaded_in_shards, outermost
 from accel_fsdp.ranks.holding import unwrapped, user_name
 from accel_fsdp.ranks.hooks import has_hooks, hooks_of
-from accel_fsdp.ranks.lines import ObservedLines
 from accel_fsdp.ranks.mixed_shards import ObservedShards
 from accel_fsdp.ranks.observing import Observation, after, before, replace
 from accel_fsdp.ranks.outputs import members, with_member
@@ -37,16 +36,9 @@ MOST_UPDATES = 2
 KNOWN_OPTIMIZERS = ("torch.optim.", "transformers.")
 """Modules whose optimizers communicate with no other rank in a step."""
 DEEPSPEED = "DeepSpeed's engine reduces, clips and clears gradients itself, and steps on copies of its own"
-LOCAL_SGD = "LocalSGD averages the ranks' weights at intervals, not their gradients"
 UPDATES = Observation(
     "updates, to repeat them in one process",
     *parts.RELIES_ON,
-    *lines.RELIES_ON,
-    *mixed_shards.RELIES_ON,
-    Internal("torch.nn:Module.__call__"),
-    Internal("torch.autograd:backward", "tensors *"),
-    Internal("torch.distributed.fsdp:fully_shard", "module *"),
-    Internal("torch.optim.optimizer:register_optimizer_step_post_hook", "hook"),
     Internal("torch.optim:Optimizer._optimizer_step_pre_hooks"),
     Internal("torch.optim:Optimizer._optimizer_step_post_hooks"),
 )
@@ -69,7 +61,9 @@ class Recorder:
     """Records updates until there are `MOST_UPDATES`; then it removes its hooks."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        import torch
+
+        self.folder, self.save = folder, torch.save  # the original, as the watch will replace it
         self.copies: list[Copy] = []
         self.buffers: list[buffers.Buffers] = []
         self.optimizers: list[list[Any]] = []
@@ -77,7 +71,6 @@ class Recorder:
         self.models: weakref.WeakKeyDictionary[nn.Module, tuple[int, str]] = weakref.WeakKeyDictionary()
         self.places: list[Place] = []
         self.update: Update | None = None
-        self.begun: Parts = {}
         self.written = 0
         self.depth = 0
         self.in_backward = self.in_step = self.is_scaled = False
@@ -87,7 +80,6 @@ class Recorder:
         self.boundary: list[Any] = []
         self.returned: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.remove: list[Callable[[], None]] = []
-        self.lines = ObservedLines()
 
     def install(self) -> None:
         import torch
@@ -102,17 +94,14 @@ class Recorder:
             after(wrapper, "__init__", lambda model, *_, **__: self.prepare(model))
         if is_installed("accelerate"):
             from accelerate import Accelerator
-            from accelerate.local_sgd import LocalSGD
 
             before(Accelerator, "prepare", self.keep_all)
-            before(LocalSGD, "__enter__", self._skip_local_sgd)
         after(fsdp, "fully_shard", lambda module, *_, **__: self.prepare(module))
         before(torch.nn.utils, "clip_grad_norm_", self._record_clipping)
         before(fsdp.FullyShardedDataParallel, "clip_grad_norm_", self._record_clipping)
         self.remove.append(replace(torch.nn.Module, "__call__", self._record_call))
         self.remove.append(replace(torch.autograd, "backward", self._record_backward))
         self.remove.append(replace(torch.autograd, "grad", self._differentiate))
-        self.remove += self.lines.install()
         ObservedShards(lambda: self._live_models().values()).install()
         begin_step, end_step = (functools.partial(self._try, observe) for observe in (self._begin_step, self._end_step))
         hooks = [register_optimizer_step_pre_hook(begin_step), register_optimizer_step_post_hook(end_step)]
@@ -124,7 +113,9 @@ class Recorder:
         if root in self.models:
             return
         number = len(self.copies)
-        self.wrapped_at = self.wrapped_at or script.line_of_stack(sys._getframe(2))
+        if not self.copies:
+            self.wrapped_at = script.line_of_stack(sys._getframe(2))
+            events.report("wrapped", line=self.wrapped_at)
         self.copies.append(copied(root))
         self.buffers.append(buffers.copied(root))
         self.models |= {inner: (number, path) for path, inner in root.named_modules()}
@@ -146,10 +137,6 @@ class Recorder:
     def _note_scaler(self, *_: Any, **__: Any) -> None:
         self.is_scaled = True
 
-    def _skip_local_sgd(self, local: Any) -> None:
-        if local.enabled:
-            self.why = LOCAL_SGD
-
     def prepare(self, model: "nn.Module") -> None:
         """Called with a model after it, or a part of it, has been sharded; wrappers around it are among its modules."""
         if isinstance(model, list) or (known := self.models.get(unwrapped(model))) is None:
@@ -164,10 +151,6 @@ class Recorder:
         """Ends the last update, at the end of the script."""
         self._close()
         self._stop()
-        if self.written:
-            now = parts.parts(self.places, lambda parameter: parameter)
-            unchanged = (name not in now or part.equal(now[name][1]) for name, (_, part) in self.begun.items())
-            events.report("weights", moved=not all(unchanged))
 
     def _stop(self) -> None:
         while self.remove:
@@ -243,7 +226,6 @@ class Recorder:
         if any(map(has_hooks, (place.parameter for place in self.places))):
             why = why or "weights have hooks"
         weights = self._weights()
-        self.begun = self.begun or weights
         model = next(iter(models.values()))
         if hook := precision.other_reduction(model):
             why = why or f"{hook} reduces gradients to something else than their mean"
@@ -251,7 +233,6 @@ class Recorder:
         update.accumulation, update.unsharded = accumulation.batches(), parts.unsharded(self.places)
         update.divisor, update.scaled = precision.divisor(model), self.is_scaled
         update.clips, self.clips = self.clips, []
-        self.lines.cleared = ""
         return update
 
     def _live_models(self) -> "dict[int, nn.Module]":
@@ -329,15 +310,18 @@ class Recorder:
             update.line = script.line_of_stack(sys._getframe(2))
             update.backwards += 1
             update.reduced = self._try(self._gradients) or {}
-            update.unsynced = self.lines.unsynced
-            self.lines.cleared = ""
+            update.unsynced = self._try(self._unsynced_at, update.line) or ""
+
+    def _unsynced_at(self, line: str) -> str:
+        """The script's line that keeps gradients on each rank; empty if they are reduced."""
+        is_unsynced = any(map(precision.is_unsynced, self._live_models().values()))
+        return lines.nearest(line, "no_sync", "set_requires_gradient_sync") if is_unsynced else ""
 
     def check_kept(self, update: Update) -> None:
         """Compares the gradients before a backward pass with those after the last one."""
         now = self._gradients()
         if not parts.same(self._used_gradients(update.reduced), self._used_gradients(now)):
             update.dropped |= bool(update.backwards) and not self.in_step and not parts.not_zero(now)
-            update.cleared = self.lines.cleared if update.dropped else ""
             moment = "between two backward passes of a step" if update.backwards else "before it"
             update.why = update.why or f"gradients are kept, cleared or changed {moment}"
 
@@ -369,7 +353,6 @@ class Recorder:
         has_hooks = bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
         update.steps.append(Step(names_by_group, settings, states, script.line_of_stack(sys._getframe(2)), has_hooks))
         update.used |= parts.parts(places, lambda parameter: parameter.grad)
-        update.cleared = update.cleared or self.lines.cleared
 
     def _end_step(self, optimizer: Any, *_: Any) -> None:
         self.in_step = False
@@ -394,8 +377,6 @@ class Recorder:
 
     def _close(self) -> None:
         """Writes an update that has ended with a step."""
-        import torch
-
         update, self.update, self.boundary, self.returned = self.update, None, [], []
         if update is None or not update.steps:
             return
@@ -403,9 +384,9 @@ class Recorder:
         rank = LaunchEnvironment.now().rank
         path = self.folder / f"{rank}.{self.written}"
         try:
-            torch.save(asdict(update), f"{path}.part")
+            self.save(asdict(update), f"{path}.part")
         except Exception as error:  # of values in an optimizer's settings
             unrecorded = Update(update.weights, update.trained, "no", "no", "no", why=in_a_line(error))
-            torch.save(asdict(unrecorded), f"{path}.part")
+            self.save(asdict(unrecorded), f"{path}.part")
         os.replace(f"{path}.part", path)
         self.written += 1

@@ -68,8 +68,8 @@ class Update:
     dataloader, `unprepared`: whether before the last one of a step, with gradients that were kept on each rank;
     `unsharded`: the weights in no unit of FSDP; `scaled`: whether the script has a GradScaler.
 
-    Lines of the script: `line` of the last backward pass, `cleared` of what cleared gradients within the update,
-    `unsynced` of what kept them on each rank. `why`: the reason why it can't be repeated; or empty.
+    Lines of the script: `line` of the last backward pass, `unsynced` of what kept gradients on each rank. `why`: the
+    reason why it can't be repeated; or empty.
     """
 
     weights: Parts
@@ -92,7 +92,6 @@ class Update:
     unprepared: bool = False
     scaled: bool = False
     unsharded: list[str] = field(default_factory=list)
-    cleared: str = ""
     unsynced: str = ""
     why: str = ""
 

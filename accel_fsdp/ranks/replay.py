@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.config import LONG_DTYPES
 from accel_fsdp.launch_environment import LaunchEnvironment
-from accel_fsdp.ranks import between_ranks, buffers, cpu, events, loss_shares, parts, precision
+from accel_fsdp.ranks import between_ranks, buffers, cpu, events, lines, loss_shares, parts, precision
 from accel_fsdp.ranks.alone import Tensors, Unrepeatable, alone, stepped
 from accel_fsdp.ranks.between_ranks import MOSTLY
 from accel_fsdp.ranks.holding import user_name
 from accel_fsdp.ranks.outputs import tensors_in
 from accel_fsdp.ranks.ratios import EXACT, factor, is_changed, norm, ratio, share_changed
-from accel_fsdp.ranks.recording import KNOWN_OPTIMIZERS, LOCAL_SGD, Recorder
+from accel_fsdp.ranks.recording import KNOWN_OPTIMIZERS, Recorder
 from accel_fsdp.ranks.records import united
 from accel_fsdp.waiting import comes_true
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+CLEAR = "zero_grad"
 WAIT_SECONDS = 10.0
 """How long rank 0 waits for the records of the others, which have ended their scripts."""
 ROUNDED = 0.35
@@ -68,8 +69,7 @@ def _compare(recorder: Recorder, number: int, updates: Sequence[dict[str, Any]])
     try:
         _Repeated(recorder, number, updates).compare()
     except Unrepeatable:
-        is_local_sgd = updates[0]["why"] == LOCAL_SGD
-        if not is_local_sgd and (content := between_ranks.copies(updates, "reduced")):
+        if content := between_ranks.copies(updates, "reduced"):
             events.report("otherwise", what="copies", line=updates[0]["line"], of="gradient", **content)
         raise
 
@@ -95,7 +95,7 @@ class _Repeated:
         if why := next((update["why"] for update in updates if update["why"]), ""):
             shares = loss_shares.of_batches(self.first["forwards"])
             if self.first["dropped"] and len(shares) > 1 and loss_shares.each(shares, 1 / len(shares)):
-                self._report("dropped", self.first["cleared"] or self.first["line"], accumulation=len(shares))
+                self._report("dropped", lines.nearest(self.first["line"], CLEAR), accumulation=len(shares))
             raise Unrepeatable(why)
         if self.first["precision"] == "fp8":
             raise Unrepeatable(f"autocast on a CPU has no {self.first['precision']}")
@@ -127,14 +127,11 @@ class _Repeated:
         if not self.number and (ranks := between_ranks.beginning(self.updates, self.weights)):
             self._report("begins", self.wrapped_at, ranks=ranks)
         self._compare_copies("weights", "beginning")
-        if ranks := between_ranks.modes(self.updates, self.model):
-            self._report("modes", self.first["line"], ranks=ranks)
         self._compare_copies("reduced", "gradient")
         if hidden := next((name for name in used if not _finite(reduced.get(name)) and _finite(used[name])), ""):
             self._report("hidden", self._step_line, name=hidden)
             return
         plain = self._gradients()
-        self._compare_buffers()
         if self.number:  # gradients of weights that no optimizer has accumulate over steps
             plain = {name: gradient for name, gradient in plain.items() if name in covered}
         worst = self._compare_gradients(reduced, {name: plain[name] for name in plain if name in {*reduced, *covered}})
@@ -144,19 +141,16 @@ class _Repeated:
             self._report("counted", self.first["line"], **content)
         before, after = self._whole_tensors("weights"), self._whole_tensors("after")
         why = self._compare_steps(before, used, after)
-        has_changed = any(not before[name].equal(after[name]) for name in after)
         events.report(
             "repeated",
             update=self.number + 1,
             apart=worst,
             steps=why,
-            moved=has_changed,
             cleared=bool(plain) and not any(bool(gradient.any()) for gradient in used.values()),
             rates=[settings.get("lr") for step in self.first["steps"] for settings in step["settings"]],
-            shares=[loss_shares.of_rank(update) for update in self.updates],
             changed=any(map(is_changed, self.updates)),
             line=self._step_line,
-            cleared_at=self.first["cleared"],
+            cleared_at=lines.nearest(self._step_line, CLEAR) if any(g.any() for g in reduced.values()) else "",
         )
 
     @property
@@ -330,13 +324,6 @@ class _Repeated:
             self._report("ignored" if is_whole else "copies", line, of=what, **content)
         elif content:
             self._report("copies", self._step_line, of=what, **content)
-
-    def _compare_buffers(self) -> None:
-        for forwards in zip(*(update["forwards"] for update in self.with_rows), strict=False):
-            with alone():
-                content = buffers.apart(self.model, self.buffers, forwards, self._as_recorded)
-            if content:
-                return self._report("buffers", self.first["line"], **content)
 
     def _compare_steps(self, before: Tensors, used: Tensors, after: Tensors) -> str:
         """Repeats each optimizer's step with the gradients that it used; returns why it can't, or an empty text."""

@@ -9,28 +9,23 @@ import inspect
 import os
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from accel_fsdp.checkpoints import tensor_names
-from accel_fsdp.job import from_run
+from accel_fsdp.checkpoints import file_names
 from accel_fsdp.launch_environment import LaunchEnvironment
-from accel_fsdp.library_internals import Internal
-from accel_fsdp.ranks import copies, events, holding, parts, script
+from accel_fsdp.ranks import events, holding, parts, script
 from accel_fsdp.ranks.holding import user_name
-from accel_fsdp.ranks.observing import Observation, after, guarded
-from accel_fsdp.ranks.weights import ObservedWeights, sums
+from accel_fsdp.ranks.observing import after, guarded
+from accel_fsdp.ranks.steps import ObservedSteps, sums
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     """A function or method that saves or loads.
 
     `content` is the argument that it writes; empty if another of these calls writes for it.
@@ -38,12 +33,7 @@ class _Call:
 
     module: str
     name: str
-    parameters: str = "self *"
     content: str = ""
-
-    @property
-    def path(self) -> Internal:
-        return Internal(f"{self.module}:{self.name}", self.parameters)
 
     @property
     def is_method(self) -> bool:
@@ -55,25 +45,27 @@ class _Call:
 
 
 DCP = "torch.distributed.checkpoint"
-OF_DCP = "state_dict * checkpoint_id storage_writer"
 CALLS = (
     _Call("accelerate.accelerator", "Accelerator.save_state"),
     _Call("accelerate.accelerator", "Accelerator.save_model"),
-    _Call("accelerate.accelerator", "Accelerator.save", "self obj f *"),
+    _Call("accelerate.accelerator", "Accelerator.save"),
     _Call("transformers.modeling_utils", "PreTrainedModel.save_pretrained"),
     _Call("transformers.trainer", "Trainer.save_model"),
     _Call("peft.peft_model", "PeftModel.save_pretrained"),
-    _Call("torch", "save", "obj f *", content="obj"),
-    _Call("safetensors.torch", "save_file", "tensors filename *", content="tensors"),
-    _Call("safetensors.torch", "save_model", "model filename *"),
-    _Call(DCP, "save", OF_DCP, content="state_dict"),
-    _Call(DCP, "async_save", OF_DCP, content="state_dict"),
+    _Call("torch", "save", "obj"),
+    _Call("safetensors.torch", "save_file", "tensors"),
+    _Call("safetensors.torch", "save_model"),
+    _Call(DCP, "save", "state_dict"),
+    _Call(DCP, "async_save", "state_dict"),
 )
-LOADS = (_Call("torch", "load", "f *"), _Call("safetensors.torch", "load_file", "filename *"))
-PATHS = ("output_dir", "save_directory", "checkpoint_id", "filename", "f")
+LOADS = (
+    _Call("torch", "load"),
+    _Call("safetensors.torch", "load_file"),
+    _Call("accelerate.accelerator", "Accelerator.load_state"),
+    _Call("transformers.trainer", "Trainer._load_optimizer_and_scheduler"),
+)
+PATHS = ("output_dir", "save_directory", "input_dir", "checkpoint", "checkpoint_id", "filename", "f")
 """The arguments that name the folder or the file."""
-HELD = Observation("the weights at each save", *parts.RELIES_ON)
-RELIES_ON = (*(call.path for call in CALLS + LOADS), Internal("torch.distributed:barrier"))
 
 
 class _Writing(threading.local):
@@ -88,20 +80,15 @@ class ObservedSaves:
     Functions count only if the script itself calls them: libraries can read their own files.
     """
 
-    def __init__(self, weights: ObservedWeights) -> None:
-        self.weights = weights
+    def __init__(self, records: ObservedSteps) -> None:
+        self.records = records
         self.writing = _Writing()
         self.watched: set[_Call] = set()
         self.barriers = 0
-        self.sees_weights = False
-        self.model: Callable[[], nn.Module | None] = lambda: None
-        self.places: dict[str, parts.Place] = {}
-        self.names: set[str] = set()
 
     def install(self) -> None:
         import torch.distributed as dist
 
-        self.sees_weights = HELD.is_possible
         after(dist, "barrier", self._count_barrier)
         self.watch()
 
@@ -116,11 +103,11 @@ class ObservedSaves:
             if call in self.watched or not _has_been_imported(call.module, owner_name or name):
                 continue
             self.watched.add(call)
-            if not Observation(f"{'loads' if call in LOADS else 'saves'} by {call.label}", call.path).is_possible:
-                continue
             module = sys.modules[call.module]
             owner = getattr(module, owner_name) if owner_name else module
-            original = getattr(owner, name)
+            original = getattr(owner, name, None)
+            if original is None:  # another version of the library
+                continue
             wrapper = self._wrapped(call, original)
             setattr(owner, name, wrapper)
             if not call.is_method:
@@ -160,7 +147,8 @@ class ObservedSaves:
     def _report(self, call: _Call, path: str, arguments: Mapping[str, Any], files: list[dict[str, Any]]) -> None:
         line = script.line_of_stack(sys._getframe(2))
         if call in LOADS:
-            events.report("loaded", path=path)
+            has_optimizer = any(Path(path).glob(f"{file_names.OPTIMIZER}*"))
+            events.report("loaded", path=path, optimizer=has_optimizer, line=line)
             return
         saved = next((value for value in list(arguments.values())[:2] if _is_module(value)), None)
         events.report(
@@ -168,75 +156,46 @@ class ObservedSaves:
             call=call.label,
             path=path,
             line=line,
-            step=self.weights.steps,
+            step=self.records.steps,
             barriers=self.barriers,
             machine=LaunchEnvironment.now().machine_rank,
             weights=None if saved is None else self._weights_of_other(saved),
             files=files,
         )
-        self.report_held(self.weights.steps)
+        self.records.report_weights()
 
     def _weights_of_other(self, saved: "nn.Module") -> int | None:
         """The number of weights of a part of the trained model, or of another model; None for the trained one."""
-        model = self.model()
-        if model is None or holding.unwrapped(saved) is holding.unwrapped(model):
-            return None
-        path = next((user_name(path) for path, module in model.named_modules() if module is saved), None)
-        if path is None:
-            return sum(parameter.numel() for parameter in saved.parameters())
-        return sum(prod(place.shape) for name, place in self.places.items() if name.startswith(f"{path}."))
-
-    def before_training(self, model: "nn.Module") -> None:
-        """Called before the first step with the only trained model."""
-        size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-        if not self.sees_weights or from_run.is_deepspeed(model) or size_bytes > copies.MOST_BYTES:
-            return
-        self.model = weakref.ref(model)
-        self.report_held(0)
-
-    def report_held(self, step: int) -> None:
-        """Reports the part that this rank holds of each weight: its start, sum and norm; and all names of the model."""
-        model = self.model()
-        if model is None:
-            return
-        places = parts.places(model)
-        self.places = {place.name: place for place in places}
-        sums_by_name = {place.name: [place.start, *sums(place.now())] for place in places}
-        shapes = {place.name: place.shape for place in places}
-        inner = holding.unwrapped(model)
-        tensors = [*inner.named_parameters(remove_duplicate=False), *inner.named_buffers(remove_duplicate=False)]
-        self.names = {tensor_names.clean_name(name) for name, _ in tensors if "_flat_param" not in name} | shapes.keys()
-        events.report("weight-parts", step=step, held=sums_by_name, shapes=shapes, names=sorted(self.names))
+        for model in self.records.models:
+            module = model.model()
+            if module is None or holding.unwrapped(saved) is holding.unwrapped(module):
+                return None
+            path = next((user_name(path) for path, inner in module.named_modules() if inner is saved), None)
+            if path is not None:
+                return sum(prod(place.shape) for place in model.places if place.name.startswith(f"{path}."))
+        return sum(parameter.numel() for parameter in saved.parameters()) if self.records.models else None
 
     def _content(self, saved: Any, by_dcp: bool) -> dict[str, Any]:
         """The content of a file. DCP writes a whole DTensor, each rank its part."""
-        storages = self.weights.shard_storages()
-        named = list(_named_tensors(saved))
-        counts = [(int(self._is_part(name, tensor, storages, by_dcp)), 1) for name, tensor in named]
-        if not named:
-            counts = [shards_in(saved, storages)]
-        has_optimizer = isinstance(saved, Mapping) and any("param_groups" in inner for inner in _mappings(saved))
+        storages = self.records.shard_storages()
+        tensors = list(_tensors(saved))
+        places = {place.name: place for model in self.records.models for place in model.places}
+        names = {name for model in self.records.models for name in model.names}
         whole: dict[str, tuple[list[int], str, float, float]] = {}
-        for name, tensor in named:
-            if _is_plain(tensor) and name not in whole:
-                sum_and_norm = sums(tensor) if user_name(name) in self.names else (0.0, 0.0)
+        for name, tensor in tensors:
+            if name and _is_plain(tensor) and name not in whole:
+                sum_and_norm = sums(tensor) if user_name(name) in names else (0.0, 0.0)
                 whole[name] = (list(tensor.shape), str(tensor.dtype).removeprefix("torch."), *sum_and_norm)
         return {
-            "shards": sum(shards for shards, _ in counts),
-            "tensors": sum(tensors for _, tensors in counts),
-            "bare": bool(named) and isinstance(saved, Mapping) and all(_is_tensor(value) for value in saved.values()),
-            "optimizer": has_optimizer,
-            "weights": whole,
+            "shards": sum(
+                _is_part(places.get(user_name(name)), tensor) or _is_shard(tensor, storages, by_dcp)
+                for name, tensor in tensors
+            ),
+            "count": len(tensors),
+            "is_bare": bool(tensors) and isinstance(saved, Mapping) and all(map(_is_tensor, saved.values())),
+            "has_optimizer": _has_groups(saved),
+            "tensors": whole,
         }
-
-    def _is_part(self, name: str, tensor: Any, storages: set[int], by_dcp: bool) -> bool:
-        """Whether a tensor is this rank's part of a weight, by its class, its storage or its name."""
-        if not _is_plain(tensor):
-            return not by_dcp and bool(shards_in(tensor, storages)[0])
-        place = self.places.get(user_name(name))
-        if place is not None and tuple(tensor.shape) != place.shape:
-            return tensor.numel() == place.now().numel() < prod(place.shape) or _is_stored_in(tensor, storages)
-        return _is_stored_in(tensor, storages)
 
 
 def _has_been_imported(module: str, name: str) -> bool:
@@ -286,47 +245,36 @@ def _is_plain(tensor: Any) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta
 
 
-def _mappings(saved: Mapping[Any, Any]) -> Iterator[Mapping[Any, Any]]:
-    yield saved
-    for value in saved.values():
-        if isinstance(value, Mapping):
-            yield from _mappings(value)
+def _is_part(place: parts.Place | None, tensor: Any) -> bool:
+    """Whether a plain tensor with a weight's name has the size of this rank's part, such as a copy of it."""
+    if place is None or not _is_plain(tensor) or tuple(tensor.shape) == place.shape:
+        return False
+    return bool(tensor.numel() == place.now().numel() < prod(place.shape))
 
 
-def _named_tensors(saved: Any) -> Iterator[tuple[str, Any]]:
-    """The tensors of a state dict, or of those in a dict, by name."""
-    for mapping in _mappings(saved) if isinstance(saved, Mapping) else ():
-        for name, value in mapping.items():
-            if isinstance(name, str) and _is_tensor(value):
-                yield name, value
+def _has_groups(saved: Any) -> bool:
+    """Whether the state of an optimizer is saved."""
+    return isinstance(saved, Mapping) and ("param_groups" in saved or any(map(_has_groups, saved.values())))
 
 
-def shards_in(saved: Any, storages: set[int]) -> tuple[int, int]:
-    """Counts the tensors in `saved`, including those in dicts and lists: this rank's shards, and all tensors."""
-    import torch
-
-    if isinstance(saved, torch.nn.Module):
-        saved = list(saved.parameters())
-    if isinstance(saved, Mapping):
-        saved = list(saved.values())
-    if isinstance(saved, list | tuple):
-        counts = [shards_in(item, storages) for item in saved]
-        return sum(shards for shards, _ in counts), sum(tensors for _, tensors in counts)
-    if type(saved).__name__ == "ShardedTensor":
-        return 1, 1
-    return (int(_is_shard(saved, storages)), 1) if isinstance(saved, torch.Tensor) else (0, 0)
+def _tensors(saved: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The tensors in dicts, lists and modules, with their names in these."""
+    if _is_tensor(saved):
+        yield name, saved
+    elif isinstance(saved, Mapping):
+        for key, value in saved.items():
+            yield from _tensors(value, key if isinstance(key, str) else "")
+    elif isinstance(saved, list | tuple) or _is_module(saved):
+        for value in saved.parameters() if _is_module(saved) else saved:
+            yield from _tensors(value)
 
 
-def _is_shard(tensor: Any, storages: set[int]) -> bool:
+def _is_shard(tensor: Any, storages: set[int], by_dcp: bool) -> bool:
     from torch.distributed.tensor import DTensor
 
+    if type(tensor).__name__ == "ShardedTensor":
+        return not by_dcp
     if isinstance(tensor, DTensor):
-        return any(
-            not place.is_replicate() and tensor.device_mesh.size(dimension) > 1
-            for dimension, place in enumerate(tensor.placements)
-        )
-    return _is_stored_in(tensor, storages)
-
-
-def _is_stored_in(tensor: "torch.Tensor", storages: set[int]) -> bool:
-    return bool(storages) and not tensor.is_meta and tensor.untyped_storage().data_ptr() in storages
+        sizes = enumerate(tensor.placements)
+        return not by_dcp and any(p.is_shard() and tensor.device_mesh.size(number) > 1 for number, p in sizes)
+    return not tensor.is_meta and tensor.untyped_storage().data_ptr() in storages

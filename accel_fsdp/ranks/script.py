@@ -1,7 +1,6 @@
 """Runs the user's script as Python would, and finds its line where something happened."""
 
 import functools
-import linecache
 import os
 import sys
 import sysconfig
@@ -91,13 +90,6 @@ def line_of_call(frame: FrameType | None, module: "nn.Module") -> str:
 def line_of_error(error: BaseException) -> str:
     """The script's line as file:line, from an error's traceback."""
     return line_of([(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)])
-
-
-def line_above(line: str, word: str) -> str:
-    """The nearest line with `word` at or above `line`, both as file:line; `line` itself if there is none."""
-    path, _, number = line.rpartition(":")
-    lines_above = linecache.getlines(path)[: int(number or 0)]
-    return next((f"{path}:{at}" for at in range(len(lines_above), 0, -1) if word in lines_above[at - 1]), line)
 
 
 def is_calling(frame: FrameType | None) -> bool:

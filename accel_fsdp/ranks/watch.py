@@ -5,7 +5,6 @@ It changes no behaviour: each replaced function calls the original with the same
 
 import dataclasses
 import functools
-import inspect
 import math
 import os
 import signal
@@ -17,85 +16,41 @@ from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.checkpoints import completeness
 from accel_fsdp.errors import in_a_line
-from accel_fsdp.job import from_run
 from accel_fsdp.library_internals import Internal
-from accel_fsdp.ranks import collectives, drawn_rows, events, hang, holding, raised, script
+from accel_fsdp.ranks import collectives, drawn_rows, events, hang, holding, script
 from accel_fsdp.ranks.drawn_rows import ObservedRows
-from accel_fsdp.ranks.gradients import LeftoverGradients, ObservedGradients
-from accel_fsdp.ranks.hidden_nan import HiddenNan
 from accel_fsdp.ranks.holding import is_unit, measure, unwrapped, user_name
-from accel_fsdp.ranks.hooks import HOOKS, ObservedHooks
-from accel_fsdp.ranks.modes import MODES, ObservedModes
-from accel_fsdp.ranks.observing import Observation, after, before, guarded
-from accel_fsdp.ranks.replicas import COPIES, ObservedCopies
-from accel_fsdp.ranks.resumes import ObservedResumes
+from accel_fsdp.ranks.observing import Observation, after, before, guarded, replace
 from accel_fsdp.ranks.saves import ObservedSaves
-from accel_fsdp.ranks.schedules import ObservedSchedules
-from accel_fsdp.ranks.uncovered import UncoveredWeights
-from accel_fsdp.ranks.weights import ObservedWeights
+from accel_fsdp.ranks.steps import ObservedSteps
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
 
-LOSSES = Observation("losses and backward passes", Internal("torch:Tensor.backward", "self gradient *"))
-CLIPPING = Observation("clipping by torch's function", Internal("torch.nn.utils:clip_grad_norm_", "parameters *"))
 CHECKPOINTING = Observation(
     "random numbers under activation checkpointing",
     Internal("torch.utils.checkpoint:checkpoint", "function *"),
     Internal("torch.distributed.algorithms._checkpoint.checkpoint_wrapper:torch_utils_checkpoint"),
 )
-PREPARING = Observation(
-    "what Accelerate prepares", Internal("accelerate:Accelerator.prepare", "self args device_placement")
-)
-TRACKERS = Observation("trackers", Internal("accelerate:Accelerator.__init__", "self * log_with"))
-STEPS = Observation(
-    "rows, units and steps",
-    Internal("torch.nn.modules.module:register_module_forward_pre_hook", "hook"),
-    Internal("torch.nn.modules.module:register_module_forward_hook", "hook * always_call"),
-    Internal("torch.optim.optimizer:register_optimizer_step_pre_hook", "hook"),
-)
 HOLDING = Observation("what each rank holds", *holding.RELIES_ON)
-OBSERVED = (
-    LOSSES,
-    CLIPPING,
-    CHECKPOINTING,
-    PREPARING,
-    TRACKERS,
-    STEPS,
-    drawn_rows.LOADERS,
-    MODES,
-    HOOKS,
-)
-RELIES_ON = tuple(internal for observation in OBSERVED for internal in observation.relies_on)
+RELIES_ON = (*CHECKPOINTING.relies_on, *drawn_rows.LOADERS.relies_on)
 HOLD_AFTER = "ACCEL_FSDP_HOLD_AFTER"
 """The variable that names a checkpoint: in the first step after it is complete, a rank waits to be killed."""
 
 
 def begin() -> Callable[[], None]:
     """Installs the watch before the script imports anything; returns the function to call when the script has ended."""
-    import torch
-
     steps = _Steps(os.environ.get(HOLD_AFTER), HOLDING.is_possible)
-    installers: dict[Observation, Callable[[], None]] = {
-        LOSSES: steps.watch_backward,
-        CLIPPING: lambda: after(torch.nn.utils, "clip_grad_norm_", _report_clipping),
-        CHECKPOINTING: _watch_checkpointing,
-        TRACKERS: _watch_trackers,
-        PREPARING: lambda: _watch_prepare(steps.measures, steps.resumes),
-        STEPS: steps.install,
-        drawn_rows.LOADERS: steps.drawn.install,
-        MODES: steps.modes.install,
-        HOOKS: steps.hooks.install,
-        COPIES: steps.copies.install,
-        raised.ERRORS: raised.ObservedErrors().install,
-    }
-    for observation, install in installers.items():
-        if observation.is_possible:
-            install()
-    steps.weights.install()
-    steps.schedules.install()
+    steps.watch_backward()
+    _watch_prepare(steps.measures, steps.saves)
+    steps.install()
+    if CHECKPOINTING.is_possible:
+        _watch_checkpointing()
+    if drawn_rows.LOADERS.is_possible:
+        steps.drawn.install()
+    steps.records.install()
     steps.saves.install()
     return steps.report_end
 
@@ -105,7 +60,6 @@ def tell_failure(error: BaseException) -> None:
     events.report(
         "failed",
         error=in_a_line(error),
-        follows=list(raised.chain(error)),
         line=script.line_of_error(error),
         wrapped=_attribute_of_wrapped(error),
         collective=hang.collective_of_error(error),
@@ -121,12 +75,6 @@ def _attribute_of_wrapped(error: BaseException) -> str:
         return ""
     inner, name = unwrapped(error.obj), error.name or ""
     return name if inner is not error.obj and hasattr(inner, name) else ""
-
-
-def _report_clipping(parameters: Any, *_: Any, **__: Any) -> None:
-    """Reports a call of torch's function in the script itself: it treats FSDP1's shards as whole gradients."""
-    if script.is_calling(sys._getframe(2)):
-        events.report("clipped", line=script.line_of_stack(sys._getframe(2)))
 
 
 def _watch_checkpointing() -> None:
@@ -154,38 +102,16 @@ def _watch_checkpointing() -> None:
     wrappers.torch_utils_checkpoint = checkpoint  # type: ignore[attr-defined]
 
 
-def _watch_trackers() -> None:
-    """Reports trackers that Accelerate drops because they aren't installed, without a visible warning."""
-    from accelerate import Accelerator
-
-    parameters = inspect.signature(Accelerator.__init__)
-
-    def check_trackers(*args: Any, **kwargs: Any) -> None:
-        trackers = parameters.bind(*args, **kwargs).arguments.get("log_with")
-        asked_for = trackers if isinstance(trackers, list | tuple) else [trackers]
-        names = [str(getattr(tracker, "value", tracker)) for tracker in asked_for]
-        active = [str(getattr(tracker, "value", tracker)) for tracker in args[0].log_with]
-        if trackers is not None and (missing := [name for name in names if name not in (*active, "all")]):
-            events.report("no-tracker", names=missing, line=script.line_of_stack(sys._getframe(2)))
-
-    after(Accelerator, "__init__", check_trackers)
-
-
-def _watch_prepare(measures: bool, resumes: ObservedResumes) -> None:
+def _watch_prepare(measures: bool, saves: ObservedSaves) -> None:
     """Measures each model that Accelerate prepares, and records beforehand which of its modules share a weight."""
     import torch
     from accelerate import Accelerator
 
-    original = Accelerator.prepare
-
-    @functools.wraps(original)
-    def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
-        guarded(resumes.watch)()
+    def prepare(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        guarded(saves.watch)()
         before = [_shared_weights(item) for item in args if isinstance(item, torch.nn.Module)]
         result = original(self, *args, **kwargs)
         prepared = result if isinstance(result, tuple | list) else (result,)
-        if any(isinstance(item, torch.utils.data.DataLoader) for item in prepared):
-            events.report("prepared-rows")
         models = [item for item in prepared if isinstance(item, torch.nn.Module)]
         if measures:
             plugin = getattr(self.state, "fsdp_plugin", None)
@@ -195,7 +121,7 @@ def _watch_prepare(measures: bool, resumes: ObservedResumes) -> None:
                 guarded(_report_holding)("prepared", model, shared=shared)
         return result
 
-    Accelerator.prepare = prepare
+    replace(Accelerator, "prepare", prepare)
     for name in ("save_state", "load_state"):
         before(Accelerator, name, functools.partial(_check_prepared, name))
 
@@ -232,10 +158,7 @@ def _only_creates_states() -> bool:
 
 
 class _Steps:
-    """Observes the first step: the outermost modules that ran forward before it, and their rows.
-
-    Rows of later steps are recorded if no loader gives them.
-    """
+    """Observes the first step: the outermost modules that ran forward before it."""
 
     def __init__(self, hold_after: str | None, measures: bool) -> None:
         self.measures = measures
@@ -244,53 +167,35 @@ class _Steps:
         self.depth = 0
         self.models: dict[int, Any] = {}
         self.called_at: dict[int, str] = {}
-        self.rows: list[list[int] | None] = []
         self.units: list[tuple[int, str]] = []
-        self.awaits_rows = self.in_backward = self.backwards_begun = False
+        self.in_backward = self.backwards_begun = False
         self.stepped_in_backward: Any = None
-        self.rows_line = ""
-        self.weights = ObservedWeights()
-        self.saves = ObservedSaves(self.weights)
-        self.gradients = ObservedGradients()
-        self.uncovered, self.hidden_nan, self.hooks = UncoveredWeights(), HiddenNan(), ObservedHooks()
         self.drawn = ObservedRows()
-        self.leftover = LeftoverGradients(self.drawn)
-        self.schedules = ObservedSchedules()
-        self.modes, self.copies = ObservedModes(), ObservedCopies()
-        self.resumes = ObservedResumes()
+        self.records = ObservedSteps(lambda: self.drawn.epoch)
+        self.saves = ObservedSaves(self.records)
         self.module_hooks: list[Any] = []
 
     def install(self) -> None:
         from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         self.module_hooks = [
             register_module_forward_pre_hook(guarded(self._enter)),
             register_module_forward_hook(self._leave, always_call=True),
         ]
         register_optimizer_step_pre_hook(guarded(self._before_step))
-        register_optimizer_step_post_hook(guarded(self.resumes.stepped))
 
-    def _enter(self, module: "nn.Module", args: tuple[Any, ...]) -> None:
+    def _enter(self, module: "nn.Module", *_: Any) -> None:
         import torch
 
         if self.depth == 0:
-            self.awaits_rows = torch.is_grad_enabled() and not self.in_backward
-        if self.is_first:
-            if self.depth == 0:
-                self.saves.watch()
-                self.models[id(module)] = module
-                if self.awaits_rows and id(module) not in self.called_at:
-                    self.called_at[id(module)] = script.line_of_call(sys._getframe(), module)
-            if is_unit(module):
-                self.units.append((id(module), script.line_of_stack(sys._getframe())))
+            self.saves.watch()
+            self.models[id(module)] = module
+            if torch.is_grad_enabled() and not self.in_backward and id(module) not in self.called_at:
+                self.called_at[id(module)] = script.line_of_call(sys._getframe(), module)
+        if is_unit(module):
+            self.units.append((id(module), script.line_of_stack(sys._getframe())))
         self.depth += 1
-        if self.awaits_rows and args and isinstance(args[0], torch.Tensor):  # in Transformers the embedding's input
-            self.awaits_rows = False
-            self.rows_line = self.rows_line or script.line_of_stack(sys._getframe())
-            self.rows.append(drawn_rows.hashes_of(args[0]))
-            if len(self.rows) == drawn_rows.MOST_BY_HAND:
-                self._leave_modules()
 
     def _leave(self, *_: Any) -> None:
         self.depth -= 1
@@ -301,14 +206,11 @@ class _Steps:
         before(torch.Tensor, "backward", self._before_backward)
         after(torch.Tensor, "backward", self.ran_backward)
 
-    def _before_backward(self, loss: "torch.Tensor", *_: Any, **__: Any) -> None:
+    def _before_backward(self, *_: Any, **__: Any) -> None:
         if self.is_first and not self.backwards_begun:  # backward may hang where the ranks ran different units
             self._report_units(self._outermost())
         self.in_backward = self.backwards_begun = True
-        self.gradients.before_backward()
-        self.leftover.before_backward()
-        self.uncovered.before_backward()
-        self.hidden_nan.before_backward(loss)
+        self.records.before_backward()
 
     def ran_backward(self, loss: "torch.Tensor", *_: Any, **__: Any) -> None:
         self.in_backward = False
@@ -317,66 +219,37 @@ class _Steps:
         if loss.numel() == 1:
             value = float(loss.detach())
             line = "" if math.isfinite(value) else script.line_of_stack(sys._getframe(2))
-            events.report("loss", value=value, step=self.weights.steps + 1, line=line)
-        self.modes.ran_backward(self._outermost(), self.weights.steps + 1)
-        self.weights.ran_backward(self._outermost())
-        self.gradients.ran_backward()
-        self.leftover.ran_backward()
-        self.copies.ran_backward()
+            events.report("loss", value=value, step=self.records.steps + 1, line=line)
+        self.records.ran_backward(self._outermost())
         self.drawn.ran_backward()
 
     def report_end(self) -> None:
         """Called at the end of the script."""
-        guarded(self.weights.report_end)(self._outermost())
-        guarded(self.drawn.report_end)(self.rows, self.rows_line)
-        guarded(self.schedules.report_end)(self.drawn.batches)
-        guarded(self.uncovered.report_end)(self.weights.added_at)
-        for observer in (self.hidden_nan, self.hooks, self.modes, self.copies):
-            guarded(observer.report_end)()
-        guarded(self.saves.report_held)(self.weights.steps)
+        guarded(self.records.report_end)(self._outermost(), self.drawn.batches)
+        guarded(self.drawn.report_end)()
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         if _only_creates_states():
             return
         if self.is_first:
-            self.copies.begin(self._outermost(), optimizer)
-        shared, moved_at = self.copies.before_step(optimizer), self.schedules.line_of_move(optimizer)
-        self.weights.before_step(optimizer, self._outermost(), moved_at, shared)
-        self.gradients.before_step(optimizer)
-        self.leftover.before_step(optimizer)
-        self.schedules.before_step(optimizer)
-        self.resumes.before_step(optimizer)
+            self.records.begin(self._outermost(), optimizer)
+        self.records.before_step(optimizer)
         if self.is_first and self.in_backward:  # weights may be unsharded until it ends
             self.stepped_in_backward = optimizer
         elif self.is_first and self.models:  # a closure has yet to run them
             self._report_first(optimizer)
-        self.uncovered.before_step(optimizer)
-        self.hooks.before_step(optimizer)
         if self.hold_after is not None and self.hold_after.is_dir() and not completeness.flaw(self.hold_after):
             events.report("held")
             signal.pause()
 
-    def _leave_modules(self) -> None:
-        for hook in self.module_hooks:
-            hook.remove()
-
     def _report_first(self, optimizer: Any) -> None:
         self.is_first, self.stepped_in_backward = False, None
-        if self.drawn.has_trained:
-            self._leave_modules()
+        for hook in self.module_hooks:
+            hook.remove()
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         models = self._trained_models(trained)
-        known = {id(p) for model in self._outermost() for p in model.parameters()}  # frozen ones too
-        if len(models) == 1:
-            self.saves.before_training(models[0][0])
-        self.uncovered.begin(model for model, _ in models)
-        for model, own in models:
-            name = type(unwrapped(model)).__name__
-            line = self.weights.made_at.get(id(optimizer), "")
-            events.report("optimizer", model=name, missing=len(own - trained), strange=len(trained - known), line=line)
-            if self.measures:
-                _report_holding("stepped", model, line=self.called_at.get(id(model), ""))
-        events.report("rows", hashes=self.rows, line=self.rows_line, may_share=from_run.ranks_may_share_rows())
+        for model in models if self.measures else ():
+            _report_holding("stepped", model, line=self.called_at.get(id(model), ""))
         self.models.clear()
 
     def _report_units(self, models: Iterable["nn.Module"]) -> None:
@@ -385,14 +258,13 @@ class _Steps:
         units = [(names[unit], line) for unit, line in self.units if unit in names]
         events.report("units", names=[name for name, _ in units], lines=[line for _, line in units])
 
-    def _trained_models(self, trained: set[int]) -> list[tuple["nn.Module", set[int]]]:
+    def _trained_models(self, trained: set[int]) -> list["nn.Module"]:
         """The outermost modules with parameters in an optimizer; all trainable ones if there are none.
 
         A reference model of DPO has gradients and no optimizer.
         """
         candidates = [(model, {id(p) for p in model.parameters() if p.requires_grad}) for model in self._outermost()]
-        candidates = [(model, ids) for model, ids in candidates if ids]
-        return [(model, ids) for model, ids in candidates if ids & trained] or candidates
+        return [model for model, ids in candidates if ids & trained] or [model for model, ids in candidates if ids]
 
     def _outermost(self) -> list["nn.Module"]:
         """The modules that ran forward, without the parts of other modules."""

@@ -5,9 +5,9 @@ Besides the ranks' calls it only reads the script.
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
-from itertools import combinations
+from itertools import chain, combinations
+from typing import NamedTuple
 
 from accel_fsdp.ranks import Call, RankEvent, calls_of
 from accel_fsdp.units import counted
@@ -41,165 +41,114 @@ FIXES: Mapping[str, str] = {
     "accelerator.join_uneven_inputs([model]); no break or continue that a rank takes alone",
     "gradients": "use the same weights on all ranks in each step, as by drawing the task from one seed for all; or add "
     "the unused outputs to the loss: loss + 0 * other.sum()",
-    "caught": "let the error end the rank; where a step may be skipped, all ranks must skip it: find out before the "
-    "model runs, and let accelerator.reduce tell the others",
     "other": "every rank must call the same in the same order: what decides it must be equal on all ranks, as after "
     "accelerator.reduce or broadcast",
 }
 
 
-@dataclass(frozen=True)
-class Absence:
-    """A sentence on what one rank did alone, the script's line, and the fix."""
+class Absence(NamedTuple):
+    """A sentence on what one rank did alone, the fix, and the script's line."""
 
     what: str
-    line: str
     fix: str
+    line: str
 
 
-@dataclass(frozen=True)
-class _Mismatch:
-    """The first collective in which two ranks differ; `call` is the one of `rank` alone."""
+class _Mismatch(NamedTuple):
+    """The first collective in which two ranks differ; `call` is the one of `rank` alone.
+
+    `is_new`: whether the other rank has never called it from there.
+    """
 
     rank: int
     call: Call
     other: int
-    other_call: Call | None = None
-    is_new: bool = True
-    """Whether the other rank has never called it from there."""
+    other_call: Call | None
+    is_new: bool
 
 
 def absence(events: Sequence[RankEvent]) -> Absence | None:
     """The missing or differing collective that the ranks' calls show, or None."""
     calls = {event.rank: calls_of(event.content) for event in events if event.kind == "calls"}
-    all_ranks = {event.rank for event in events if event.kind == "began"}
-    if unequal := _unequal_sizes(calls):
-        return unequal
+    silent = sorted({event.rank for event in events if event.kind == "began"} - calls.keys())
     aborted = {event.rank: calls_of(event.content)[-1] for event in events if event.kind == "aborted"}
-    mismatch = next(_mismatches(calls), None) or _mismatch_with_ended(calls, all_ranks, aborted)
-    if mismatch is None and aborted:
-        rank, call = next(iter(aborted.items()))
-        return Absence(
-            f"{call.function} on rank {rank} receives another size than it waits for", call.lines[-1], FIXES["sizes"]
-        )
-    return _absence_of(mismatch, events) if mismatch else None
-
-
-def _unequal_sizes(calls: Calls) -> Absence | None:
-    for first, other in combinations(sorted(calls), 2):
-        call, other_call = _last_call(calls[first]), _last_call(calls[other])
-        if not call or not other_call or not call.lines:
-            continue
-        if not _is_same(call, other_call) or call.number != other_call.number:
-            continue
-        if call.name in EQUAL_SIZES and call.sizes != other_call.sizes:
-            sizes = f"{_shape(call)} on rank {first} and {_shape(other_call)} on rank {other}"
-            return Absence(f"{call.function} gets tensors of different sizes: {sizes}", call.lines[-1], FIXES["sizes"])
-    return None
-
-
-def _shape(call: Call) -> str:
-    return ", ".join("x".join(map(str, size)) or "a number" for size in call.sizes)
-
-
-def _last_call(calls: Sequence[Call]) -> Call | None:
-    return calls[-1] if calls else None
+    mismatch = next(chain(_mismatches(calls), _mismatches_with(silent, calls, aborted)), None)
+    return Absence(*_sentence(mismatch, events), mismatch.call.lines[-1]) if mismatch else None
 
 
 def _is_same(call: Call, other: Call) -> bool:
-    return (call.group, call.name, call.lines) == (other.group, other.name, other.lines)
+    keys = ("group", "name", "lines", *(("sizes",) if call.name in EQUAL_SIZES else ()))
+    return all(getattr(call, key) == getattr(other, key) for key in keys)
 
 
 def _mismatches(calls: Calls) -> Iterator[_Mismatch]:
     """The first differing calls of two ranks in each group, after the last call that both made at the same line."""
-    for first, other in combinations(sorted(calls), 2):
-        for group in dict.fromkeys(call.group for call in calls[first]):
-            first_calls, other_calls = (
-                {c.number: c for c in calls[rank] if c.group == group} for rank in (first, other)
-            )
-            if not other_calls:
+    for ranks in combinations(sorted(calls), 2):
+        for group in dict.fromkeys(call.group for call in calls[ranks[0]]):
+            numbered = [{call.number: call for call in calls[rank] if call.group == group} for rank in ranks]
+            if not numbered[1]:
                 continue
-            same = [
-                number
-                for number in first_calls.keys() & other_calls.keys()
-                if _is_same(first_calls[number], other_calls[number])
-            ]
-            position = max(same, default=max(min(first_calls), min(other_calls)) - 1) + 1
-            call, other_call = (_before_end(numbered.get(position)) for numbered in (first_calls, other_calls))
-            if call or other_call:
-                yield _mismatch_between(calls, (first, call), (other, other_call))
+            common = numbered[0].keys() & numbered[1].keys()
+            same = [number for number in common if _is_same(*(of_rank[number] for of_rank in numbered))]
+            position = max(same, default=max(map(min, numbered)) - 1) + 1
+            differing = {rank: of_rank.get(position) for rank, of_rank in zip(ranks, numbered, strict=True)}
+            own = {rank: call for rank, call in differing.items() if call and call.lines}  # none after the script's end
+            if own:
+                yield min((_mismatch(calls, own, *pair) for pair in (ranks, ranks[::-1]) if pair[0] in own), key=_order)
 
 
-def _before_end(call: Call | None) -> Call | None:
-    """The call, or None if a rank makes it after the script's end."""
-    return call if call and call.lines else None
+def _mismatch(calls: Calls, own: Mapping[int, Call], rank: int, other: int) -> _Mismatch:
+    is_new = own[rank].lines not in {earlier.lines for earlier in calls[other]}
+    return _Mismatch(rank, own[rank], other, own.get(other), is_new)
 
 
-def _mismatch_with_ended(calls: Calls, all_ranks: set[int], aborted: Mapping[int, Call]) -> _Mismatch | None:
-    """The mismatch with a rank that reported no calls: it has ended, or a library aborted it in the call of `aborted`.
+def _order(mismatch: _Mismatch) -> tuple[bool, bool, int, int]:
+    """The rank whose call the other never made comes first, then the one under a condition on its rank."""
+    kind = mismatch.call.kind
+    likeliest = PRIORITY.index(kind) if kind in PRIORITY else len(PRIORITY)
+    return not mismatch.is_new, not _branch(mismatch.call), likeliest, mismatch.rank
+
+
+def _mismatches_with(silent: Sequence[int], calls: Calls, aborted: Mapping[int, Call]) -> Iterator[_Mismatch]:
+    """The mismatches with a rank that reported no calls: it has ended, or gloo aborted it in the call of `aborted`.
 
     The call that the other rank makes alone is then its last one under a condition on its rank.
     """
-    silent = sorted(all_ranks - calls.keys())
-    for rank, own_calls in sorted(calls.items()):
-        last = _before_end(_last_call(own_calls))
-        if not silent or not last:
-            continue
-        its_call = aborted.get(silent[0])
-        if its_call and _branch(its_call) and its_call.lines != last.lines:
-            return _Mismatch(silent[0], its_call, rank, last)
-        by_number = next((call for call in reversed(own_calls) if _branch(call)), None)
-        return _Mismatch(rank, by_number or last, silent[0], its_call, is_new=by_number is not None)
-    return None
+    for rank, own_calls in sorted(calls.items()) if silent else ():
+        if own_calls and own_calls[-1].lines:
+            by_number = next((call for call in reversed(own_calls) if _branch(call)), None)
+            yield _Mismatch(rank, by_number or own_calls[-1], silent[0], aborted.get(silent[0]), by_number is not None)
 
 
-def _mismatch_between(calls: Calls, *sides: tuple[int, Call | None]) -> _Mismatch:
-    """The mismatch as seen by the rank whose call the other never made; by the first rank if unknown."""
-
-    def is_new(rank: int, call: Call, other: int) -> bool:
-        return call.lines not in {earlier.lines for earlier in calls[other]}
-
-    candidates = []
-    for (rank, call), (other, other_call) in (sides, sides[::-1]):
-        if call:
-            new = is_new(rank, call, other)
-            kind = PRIORITY.index(call.kind) if call.kind in PRIORITY else len(PRIORITY)
-            candidates.append((not new, not _branch(call), kind, rank, _Mismatch(rank, call, other, other_call, new)))
-    return min(candidates)[-1]
-
-
-def _absence_of(mismatch: _Mismatch, events: Sequence[RankEvent]) -> Absence:
-    call, rank, other = mismatch.call, mismatch.rank, mismatch.other
-    line = call.lines[-1]
+def _sentence(mismatch: _Mismatch, events: Sequence[RankEvent]) -> tuple[str, str]:
+    """What one rank did alone, and the fix."""
+    rank, call, other, other_call, is_new = mismatch
+    alone, loop = f"rank {rank} alone calls {call.function}", _loop(call)
     if branch := _branch(call):
-        return Absence(
-            f"rank {rank} alone calls {call.function}, under {branch}", line, FIXES.get(call.kind, FIXES["other"])
-        )
-    if call.kind == "generate" and not mismatch.is_new:
-        return Absence(f"rank {rank} generates more tokens than rank {other}", line, FIXES["lengths"])
-    passes = {r: sum(event.kind == "loss" and event.rank == r for event in events) for r in (rank, other)}
-    loop = _loop(call)
-    if loop and not mismatch.is_new and not (mismatch.other_call and _runs_in(mismatch.other_call.lines, loop)):
-        after = counted(passes[other], "backward pass", "backward passes")
-        return Absence(
-            f"rank {other} left the loop of line {loop.lineno} after {after}, and rank {rank} goes on in it",
-            line,
-            FIXES["uneven"],
-        )
-    if mismatch.other_call and mismatch.other_call.lines == call.lines:  # then gloo says that sizes differ
-        pair = " and ".join(map(str, sorted((rank, other))))
-        if call.kind == "backward":
-            what = f"{call.function} averages gradients of other weights on rank {rank} than on rank {other}"
-            return Absence(f"{what}, such as of a head that one rank alone uses", line, FIXES["gradients"])
-        return Absence(f"{call.function} gets tensors of different sizes on ranks {pair}", line, FIXES["sizes"])
-    if mismatch.other_call is None:
-        return Absence(f"rank {rank} alone calls {call.function}", line, FIXES.get(call.kind, FIXES["other"]))
-    other_place = f"{mismatch.other_call.function} at {mismatch.other_call.lines[-1]}"
-    if mismatch.is_new and call.kind in PRIORITY:
-        return Absence(
-            f"rank {rank} alone calls {call.function}, where rank {other} calls {other_place}", line, FIXES[call.kind]
-        )
-    return Absence(f"rank {rank} calls {call.function} where rank {other} calls {other_place}", line, FIXES["other"])
+        return f"{alone}, under {branch}", FIXES.get(call.kind, FIXES["other"])
+    if call.kind == "generate" and not is_new:
+        return f"rank {rank} generates more tokens than rank {other}", FIXES["lengths"]
+    if loop and not is_new and not (other_call and _runs_in(other_call.lines, loop)):
+        passes = sum(event.kind == "loss" and event.rank == other for event in events)
+        after = counted(passes, "backward pass", "backward passes")
+        left = f"rank {other} left the loop of line {loop.lineno} after {after}, and rank {rank} goes on in it"
+        return left, FIXES["uneven"]
+    if other_call is None:
+        return alone, FIXES.get(call.kind, FIXES["other"])
+    if other_call.lines == call.lines and call.kind == "backward":
+        what = f"{call.function} averages gradients of other weights on rank {rank} than on rank {other}"
+        return f"{what}, such as of a head that one rank alone uses", FIXES["gradients"]
+    if other_call.lines == call.lines:
+        sizes = f"{_shape(call)} on rank {rank} and {_shape(other_call) or 'others'} on rank {other}"
+        return f"{call.function} gets tensors of different sizes: {sizes}", FIXES["sizes"]
+    place = f"where rank {other} calls {other_call.function} at {other_call.lines[-1]}"
+    if is_new and call.kind in PRIORITY:
+        return f"{alone}, {place}", FIXES[call.kind]
+    return f"rank {rank} calls {call.function} {place}", FIXES["other"]
+
+
+def _shape(call: Call) -> str:
+    return ", ".join("x".join(map(str, size)) or "a number" for size in call.sizes)
 
 
 def _runs_in(lines: Sequence[str], loop: ast.For | ast.While) -> bool:

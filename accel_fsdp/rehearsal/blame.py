@@ -153,19 +153,19 @@ def judge(job: JobConfig, classes: tuple[str, ...], outcome: Outcome, experts: i
 
 def differences(expected: Job, holdings: Mapping[int, Holding], events: Sequence[RankEvent]) -> Iterator[Failure]:
     """Yields differences between what the ranks hold and what is expected, the most serious first."""
-    lines = {event.kind: str(event.content["line"]) for event in events if event.kind in ("begun", "first-step")}
+    lines = {event.kind: str(event.content["line"]) for event in reversed(events) if event.kind in ("wrapped", "step")}
     alone = (event.content for event in events if event.kind == "stepped" and is_alone(event))
     called_at = next((str(content["line"]) for content in alone), "")
-    is_by_hand = "begun" in lines and not any(event.kind == "prepared" for event in events)
+    is_by_hand = "wrapped" in lines and not any(event.kind == "prepared" for event in events)
     combines = not expected.layout.is_sharded and any(event.kind == "combines" for event in events)
     for difference in verdict.differences(expected, holdings):
         if combines and difference.fix == verdict.WRAPPED:  # the script may average gradients or weights
             continue
         if not difference.key:
-            line = called_at if difference.fix == verdict.WRAPPED else lines.get("first-step", "")
+            line = called_at if difference.fix == verdict.WRAPPED else lines.get("step", "")
             yield Failure(difference.what, key=SCRIPT, fix=difference.fix, line=line)
         elif is_by_hand:
-            yield Failure(difference.what, key=SCRIPT, fix=BY_HAND, line=lines["begun"])
+            yield Failure(difference.what, key=SCRIPT, fix=BY_HAND, line=lines["wrapped"])
         else:
             yield Failure(difference.what, key=difference.key, fix="see what accel-fsdp check says of it")
 

@@ -10,7 +10,7 @@ from functools import cache
 from itertools import chain, combinations, pairwise
 from typing import Any
 
-from accel_fsdp.ranks import RankEvent
+from accel_fsdp.ranks import RankEvent, lines
 from accel_fsdp.rehearsal.absent import names_a_rank, names_of_rank, parsed
 from accel_fsdp.rehearsal.blame import Failure, mistake
 from accel_fsdp.units import counted
@@ -19,70 +19,37 @@ FEWEST = 4
 """The fewest rows from whose order something can be concluded."""
 FEWEST_BY_CONTENT = 12
 """The fewest distinct rows of a rank from which content alone, without indices, allows a conclusion."""
-SHARE_BY_CONTENT = 1 / 3
-"""The share of a rank's rows that another one has too, by content alone: samples drawn at random may share a few."""
 SHARE_OF_PARTS = 1 / 5
-"""The same if each rank has a separate data set: two random halves of the same rows share about 1/2."""
+"""The share of its rows that a rank shares with another, of separate data sets: two random halves share about 1/2."""
 SPLITTING = ("shard", "select", "Subset", "split_dataset_by_node", "range")
 """Functions that take a part of a data set."""
-DRAWING = ("random_split", "train_test_split", "shuffle", "permutation", "randperm", "sample")
-"""Functions that order or divide a data set at random."""
+DRAWING = ("random_split(", "train_test_split(", "shuffle(", "permutation(", "randperm(", "sample(")
+"""Calls that order or divide a data set at random."""
 DISTRIBUTED = "a DistributedSampler"
 
 
 def find(events: Sequence[RankEvent]) -> Iterator[Failure]:
     """Yields the most serious mistake, of the first loader and epoch that has one."""
-    row_events = [event for event in events if event.kind == "rows"]
-    if any(event.content["may_share"] for event in row_events):
-        return
     by_loader: dict[tuple[Any, ...], dict[int, Mapping[str, Any]]] = {}
     for event in events:
         if event.kind == "drawn":
             rows = event.content
             by_loader.setdefault((rows["epoch"], rows["line"], rows["loader"]), {})[event.rank] = rows
-    checks = [_same_rows(events, row_events)]
-    checks += [look(of_ranks) for look in (_shared, _lost, _split_twice) for _, of_ranks in sorted(by_loader.items())]
-    checks += [_smaller_batches(events, of_ranks) for _, of_ranks in sorted(by_loader.items())]
+    checks = [
+        look(of_ranks) for look in (_shared, _sharded_twice, _split_twice) for _, of_ranks in sorted(by_loader.items())
+    ]
     checks += [_not_shuffled(events, rank) for rank in sorted({event.rank for event in events})]
     yield from list(chain.from_iterable(checks))[:1]
 
 
-def _same_rows(events: Sequence[RankEvent], row_events: Sequence[RankEvent]) -> Iterator[Failure]:
-    """A dataloader that was not prepared gives each rank the same rows."""
-    rows = [event.content["hashes"] for event in row_events]
-    prepared = any(event.kind == "prepared-rows" for event in events)  # then equal rows come from the data itself
-    if not prepared and len(rows) > 1 and rows[0] and all(hashes == rows[0] for hashes in rows):
-        what, line = f"all {len(rows)} ranks train on the same rows", row_events[0].content["line"]
-        if own := line_of_own_loader(file := line.rpartition(":")[0]):
-            yield mistake(what, "return self.accelerator.prepare(dataloader)", f"{file}:{own}")
-        else:
-            yield mistake(what, "accelerator.prepare(dataloader), or a DistributedSampler", line)
-
-
-def _lost(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
-    """Rows of the data set that no rank takes in an epoch, beyond an incomplete last batch that is dropped."""
+def _sharded_twice(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
+    """A sampler gives each rank a part of the rows, and `prepare` gives it a part of that."""
     records = list(of_ranks.values())
     first = records[0]
-    length = first["length"]
-    if len(records) < 2 or not all(rows["once"] and rows["length"] == length for rows in records):
-        return
-    if not all(_same_data(first, other) is not False for other in records[1:]):
-        return
-    if all(rows["is_whole"] for rows in records):
-        drawn = len(set().union(*(_places(rows) for rows in records)))
-    else:
-        drawn = sum(rows["planned"] for rows in records)
-    dropped = len(records) * first["batch"] if any(rows["drops_last"] for rows in records) else 0
-    if length - drawn > dropped:
-        sharders = first["sharders"]
-        detail, fix = (
-            "",
-            "a sampler that gives each row to one rank: DistributedSampler(data), or accelerator.prepare(loader)",
-        )
-        if len(sharders) > 1:
-            detail = f": {' and '.join(sharders)} both give each rank a part"
-            fix = "leave out the DistributedSampler: accelerator.prepare(dataloader) gives each rank its part"
-        what = f"of {counted(length, 'row')} the ranks take only {drawn} in an epoch{detail}"
+    if all(rows["once"] and len(rows["sharders"]) > 1 for rows in records):
+        rows = f"of {counted(first['length'], 'row')} the ranks take only {sum(rows['planned'] for rows in records)}"
+        what = f"{rows} in an epoch: {' and '.join(first['sharders'])} both give each rank a part"
+        fix = "leave out the DistributedSampler: accelerator.prepare(dataloader) gives each rank its part"
         yield mistake(what, fix, first["line"])
 
 
@@ -93,8 +60,9 @@ def _split_twice(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]
     if not all(rows["once"] and rows["sharders"] and rows["planned"] < rows["length"] for rows in records):
         return
     starts = {(rows["start"], rows["fingerprint"]) for rows in records}
-    file = first["line"].rpartition(":")[0]
-    if len(starts) == len(records) > 1 and (line := line_of_split(file)):
+    files = (first["line"].rpartition(":")[0], first["script"])  # a module of the project may make the loader
+    file, line = next(((file, line) for file in files if (line := line_of_split(file))), ("", 0))
+    if len(starts) == len(records) > 1 and line:
         what = (
             f"of its {counted(first['length'], 'row')} a rank takes only {first['planned']} in an epoch: the script "
             f"gives each rank its part, and {first['sharders'][0]} gives it a part of that"
@@ -106,41 +74,30 @@ def _split_twice(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]
 def _shared(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
     """Rows that two ranks train on in one epoch, where a plain run trains on each once."""
     for (first, record), (other, other_record) in combinations(sorted(of_ranks.items()), 2):
+        if not (record["once"] and other_record["once"]):
+            continue
         same_data = _same_data(record, other_record)
-        if same_data and _parts_of_one(list(of_ranks.values())):
+        if same_data:
             first_rows, other_rows = set(_places(_unpadded(record))), set(_places(_unpadded(other_record)))
             is_mistake = bool(first_rows & other_rows)
         else:
             first_rows, other_rows = _contents(record), _contents(other_record)
-            has_enough = min(len(first_rows), len(other_rows)) >= FEWEST_BY_CONTENT
-            share = len(first_rows & other_rows) / max(1, min(len(first_rows), len(other_rows)))
-            by_content = record["places"] is None or (not same_data and record["once"] and other_record["once"])
-            minimum = SHARE_BY_CONTENT if record["places"] is None else SHARE_OF_PARTS
-            is_mistake = has_enough and by_content and share >= minimum
+            fewest = min(len(first_rows), len(other_rows))
+            is_mistake = fewest >= FEWEST_BY_CONTENT and len(first_rows & other_rows) >= SHARE_OF_PARTS * fewest
         if is_mistake:
             are_apart = same_data is False or set(_places(record)).isdisjoint(_places(other_record))
-            yield mistake(
+            what = (
                 f"rank {other} trained on {len(first_rows & other_rows)} of {counted(len(other_rows), 'row')} that "
-                f"rank {first} had too, in epoch {record['epoch']}",
-                _fix(record["sharders"], are_apart),
-                line_of_draw(other_record["line"]) if are_apart else other_record["line"],
+                f"rank {first} had too, in epoch {record['epoch']}"
             )
+            line = other_record["line"]
+            file = line.rpartition(":")[0]
+            if not record["sharders"] and (own := line_of_own_loader(file)):
+                yield mistake(what, "return self.accelerator.prepare(dataloader)", f"{file}:{own}")
+            else:
+                fix = _fix(record["sharders"], are_apart)
+                yield mistake(what, fix, lines.nearest(line, *DRAWING) if are_apart else line)
             return
-
-
-def _smaller_batches(events: Sequence[RankEvent], of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
-    """Smaller batches on one rank, whose mean losses weigh as much as those of larger batches."""
-    shares = [share for event in events if event.kind == "repeated" for share in event.content["shares"]]
-    batches = {rank: rows["batch"] for rank, rows in sorted(of_ranks.items()) if rows["batch"]}
-    if None in shares or len(set(shares)) != 1 or len(set(batches.values())) < 2:
-        return
-    most, least = max(batches, key=lambda rank: batches[rank]), min(batches, key=lambda rank: batches[rank])
-    yield mistake(
-        f"rank {least} takes {counted(batches[least], 'row')} in a batch, and rank {most} {batches[most]}: the mean "
-        "loss of each counts alike",
-        "the same batch_size on all ranks; or each rank's loss times its rows, divided by the mean of all ranks' rows",
-        of_ranks[least]["line"],
-    )
 
 
 def _fix(sharders: Sequence[str], are_apart: bool) -> str:
@@ -154,21 +111,9 @@ def _fix(sharders: Sequence[str], are_apart: bool) -> str:
     return "accelerator.prepare(dataloader), or a DistributedSampler, and one seed on all ranks for the order of rows"
 
 
-def _parts_of_one(records: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether each row of the data set is meant for a single rank: by a known sampler, or by the numbers of rows."""
-    if all(rows["once"] for rows in records):
-        return True
-    if not all(rows["is_whole"] and rows["is_own"] for rows in records):
-        return False
-    places = [_places(rows) for rows in records]
-    without_repeats = all(len(set(_places(_unpadded(rows)))) == len(_places(_unpadded(rows))) for rows in records)
-    last_rows = sum(len(rows["places"][-1]) for rows in records)
-    return without_repeats and 0 <= sum(map(len, places)) - records[0]["length"] < last_rows
-
-
 def _same_data(record: Mapping[str, Any], other_record: Mapping[str, Any]) -> bool | None:
     """Whether two ranks' data sets hold the same rows at the same indices; None if unknown."""
-    if None in (record["places"], other_record["places"]) or record["length"] != other_record["length"]:
+    if record["length"] != other_record["length"]:
         return False
     if record["fingerprint"] and record["fingerprint"] == other_record["fingerprint"]:
         return True
@@ -202,20 +147,19 @@ def _not_shuffled(events: Sequence[RankEvent], rank: int) -> Iterator[Failure]:
 
 def _unpadded(rows: Mapping[str, Any]) -> Mapping[str, Any]:
     """The rows without the last batch of an epoch, which rows from its start may fill."""
-    batches, full = rows["places"], -(-(rows["planned"] or 0) // (rows["batch"] or 1))
-    is_last = rows["is_whole"] or (full and len(batches or ()) >= full)
-    if not is_last:
+    full = -(-(rows["planned"] or 0) // (rows["batch"] or 1))
+    if not rows["is_whole"] and not (full and len(rows["places"]) >= full):
         return rows
-    return {**rows, "places": batches and batches[:-1], "hashes": rows["hashes"][:-1]}
+    return {**rows, "places": rows["places"][:-1], "hashes": rows["hashes"][:-1]}
 
 
 def _places(rows: Mapping[str, Any]) -> list[int]:
-    return list(chain.from_iterable(rows["places"] or ()))
+    return list(chain.from_iterable(rows["places"]))
 
 
 def _by_place(rows: Mapping[str, Any]) -> dict[int, int]:
     """The checksum of each row by its index, for batches whose rows can be distinguished."""
-    pairs = zip(rows["places"] or (), rows["hashes"], strict=False)
+    pairs = zip(rows["places"], rows["hashes"], strict=False)
     return {
         place: content
         for places, hashes in pairs
@@ -241,13 +185,6 @@ def line_of_split(script: str) -> int:
     by_rank = names_of_rank(tree)
     lines = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.expr) and _splits(node, by_rank)]
     return min(lines, default=0)
-
-
-def line_of_draw(line: str) -> str:
-    """The last call of `DRAWING` before a line of the script, as file:line; the line itself if there is none."""
-    script, _, number = line.rpartition(":")
-    calls = (node for node in ast.walk(parsed(script)) if isinstance(node, ast.Call) and _name(node) in DRAWING)
-    return f"{script}:{max((call.lineno for call in calls if call.lineno <= int(number)), default=number)}"
 
 
 @cache

@@ -1,108 +1,107 @@
-"""Finds mistakes of training scripts that no library reports, in the events of the ranks. Pure."""
+"""Finds mistakes of training scripts that no library reports, in the records of the ranks. Pure."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import zip_longest
+from dataclasses import dataclass
+from itertools import combinations, pairwise, zip_longest
 from typing import Any
 
 from accel_fsdp.config import Engine
-from accel_fsdp.ranks import Holding, RankEvent, holdings
-from accel_fsdp.rehearsal import absent, drawn_rows, effects, mixed_shards, repeated, replicas
-from accel_fsdp.rehearsal.blame import SCRIPT, Failure, mistake
-from accel_fsdp.rehearsal.job import CONSEQUENCE
-from accel_fsdp.units import counted
+from accel_fsdp.ranks import Holding, RankEvent
+from accel_fsdp.rehearsal import copies, drawn_rows, repeated, schedules
+from accel_fsdp.rehearsal.blame import SCRIPT, Failure
+from accel_fsdp.rehearsal.records import Content, Records
+from accel_fsdp.units import counted, first_few
 
-APART = 1e-3
-"""The largest difference of a weight's sums on two ranks, relative to its norm; other random values differ by 1."""
+OF_GRADIENTS = "leave it out: FSDP has averaged the gradients over ranks; grad.full_tensor() of FSDP2 is a whole one"
+WITHOUT_GRADIENT = 3
+"""The last steps without a gradient that show a mistake; a single batch may have no labels."""
+
+
+@dataclass(frozen=True)
+class Judge:
+    """`look` returns the values that the texts name in braces, with the `line`; None without a mistake."""
+
+    look: Callable[[Records], Content | None]
+    what: str
+    fix: str
+    key: str = SCRIPT
+
+    def __call__(self, records: Records) -> Iterator[Failure]:
+        if content := self.look(records):
+            text = {"fix": self.fix, "key": self.key, **content}
+            yield Failure(self.what.format(**content), text["key"], text["fix"], content["line"])
 
 
 def find(events: Sequence[RankEvent]) -> Iterator[Failure]:
     """Yields each mistake once, the most serious first."""
-    by_rank = holdings(events)
-    yield from mixed_shards.find(events)
-    for look in LOOKS:
-        yield from look(events, by_rank)
-    yield from replicas.at_other_batches(events)
-    yield from repeated.differences(events)
-    yield from effects.mistakes(events)
-    yield from replicas.mistakes(events)
+    records = Records(events)
+    for judge in JUDGES:
+        yield from judge(records)
 
 
-def _swallowed_error(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
-    """A rank that catches an error of its model, such as out of memory, leaves the others in a collective."""
-    caused = {(event.rank, error) for event in _events("failed", events) for error in event.content.get("follows", ())}
-    began = {event.rank for event in _events("began", events)}
-    ranks: dict[tuple[str, str], set[int]] = {}
-    for event in _events("raised", events):
-        error, line = event.content["error"], event.content["line"]
-        if (event.rank, error) not in caused and not CONSEQUENCE.search(error):
-            ranks.setdefault((line, error.partition(":")[0]), set()).add(event.rank)
-    for event in _events("raised", events):
-        raised_on = ranks.get((event.content["line"], event.content["error"].partition(":")[0]), began)
-        if event.rank in raised_on and raised_on != began:
-            yield mistake(
-                f"rank {event.rank} alone went on after an error of its model: {event.content['error']}",
-                absent.FIXES["caught"],
-                event.content["line"],
-            )
-            return
+def _mixed_shards(records: Records) -> Content | None:
+    """A collective of the script takes different shards of a weight, or of its gradient, on two ranks of its group."""
+    calls = sorted(records.of("shard-given"), key=lambda call: call.rank)
+    for first, other in combinations(calls, 2):
+        call, other_call = first.content, other.content
+        is_same = first.rank == other.rank or any(call[key] != other_call[key] for key in ("line", "ranks"))
+        name = call["name"] or other_call["name"]
+        if name and not is_same and call["start"] != other_call["start"]:
+            sizes = " and ".join("x".join(map(str, given["shape"])) for given in (call, other_call))
+            content = {**call, "name": name, "first": first.rank, "other": other.rank, "sizes": sizes}
+            return content | ({"fix": OF_GRADIENTS} if name.startswith("the gradient") else {})
+    return None
 
 
-def _optimizer_before_sharding(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+def _optimizer_before_sharding(records: Records) -> Content | None:
     """The optimizer was made before the parameters were sharded: its steps change none of them, or only some."""
-    if event := _first_event("optimizer", events):
-        holding = by_rank.get(event.rank)
-        if holding is None or holding.engine.startswith(Engine.DEEPSPEED.label):  # DeepSpeed replaces the parameters
-            return
-        missing, foreign = event.content["missing"], event.content["strange"]
-        if foreign:  # the missing ones alone may be another optimizer's
-            what = (
-                f"the optimizer does not hold {missing} of the model's trained parameters, and holds {foreign} that "
-                "belong to no prepared model"
-            )
-            yield mistake(
-                what,
-                "make the optimizer of the prepared model, or prepare both in one call: prepare(model, optimizer)",
-                event.content["line"],
-            )
+    step = next((steps[0] for _, steps in sorted(records.steps.items())), None)
+    is_known = records.holdings and not records.engine_is(Engine.DEEPSPEED)  # which replaces the parameters
+    return {**step, "line": step["made_at"]} if step and is_known and step["strange"] else None
 
 
-def _different_units(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+def _lost_states(records: Records) -> Content | None:
+    """A resumed optimizer without its states: the first steps after the resume are larger than they should be."""
+    for rank in records.steps:
+        loaded: Content | None = None
+        for event in (event for event in records.events if event.rank == rank):
+            if event.kind == "loaded" and event.content["optimizer"]:
+                loaded = event.content
+            elif event.kind == "step" and loaded:
+                later = records.steps_of(event.content["optimizer"], rank)
+                if not event.content["states"] and any(step["states"] for step in later):
+                    return loaded
+                loaded = None
+    return None
+
+
+def _different_units(records: Records) -> Content | None:
     """FSDP gathers a unit from all ranks: ranks that run another unit meanwhile mix up the weights, or hang."""
     orders = {
         event.rank: list(zip(event.content["names"], event.content["lines"], strict=True))
-        for event in _events("units", events)
+        for event in records.of("units")
     }
     first, *others = sorted(orders) or [0]
-    by_yaml = any(_events("prepared", events))
+    key = "fsdp_transformer_layer_cls_to_wrap" if records.first("prepared") else SCRIPT
     for rank in others:
-        for unit, other_unit in zip_longest(orders[first], orders[rank], fillvalue=("nothing", "")):
-            if unit[0] != other_unit[0]:
-                yield Failure(
-                    f"the ranks run different units: rank {first} runs {unit[0] or 'the model'} "
-                    f"where rank {rank} runs {other_unit[0] or 'the model'}",
-                    "fsdp_transformer_layer_cls_to_wrap" if by_yaml else SCRIPT,
-                    "make a unit of a module that every rank runs, such as the layer of experts, not of each expert",
-                    unit[1] or other_unit[1],
-                )
-                return
+        for (name, line), (other, other_line) in zip_longest(orders[first], orders[rank], fillvalue=("nothing", "")):
+            if name != other:
+                names = {"name": name or "the model", "other": other or "the model"}
+                return {**names, "first": first, "rank": rank, "key": key, "line": line or other_line}
+    return None
 
 
-def _separated_ties(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+def _separated_ties(records: Records) -> Content | None:
     """FSDP1 gathers a shared weight with the first unit that has it; a module of another unit then sees a shard."""
-    if event := _first_event("prepared", events):
-        holding = by_rank[event.rank]
-        if not holding.engine.startswith(Engine.FSDP1.label):
-            return
+    event = next(records.of("prepared"), None)
+    if event and records.holdings[event.rank].engine.startswith(Engine.FSDP1.label):
         for names in event.content["shared"]:
-            units = {name: _unit_of(name, holding) for name in names}
+            units = {name: _unit_of(name, records.holdings[event.rank]) for name in names}
             if len(set(units.values())) > 1:
-                places = " and ".join(f"{name} in the unit {unit or 'of the model'}" for name, unit in units.items())
-                yield Failure(
-                    f"one weight is in several units: {places}",
-                    "fsdp_transformer_layer_cls_to_wrap",
-                    "leave the modules that share a weight, such as embedding and head, in one unit",
-                )
+                places = (f"{name} in the unit {unit or 'of the model'}" for name, unit in units.items())
+                return {"places": " and ".join(places), "line": ""}
+    return None
 
 
 def _unit_of(name: str, holding: Holding) -> str:
@@ -110,137 +109,80 @@ def _unit_of(name: str, holding: Holding) -> str:
     return max(paths, key=len, default="")
 
 
-def _clipped_by_torch(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
-    """Each rank takes the norm of its own shards, so the ranks scale their gradients differently."""
-    if event := _first_event("clipped", events):
-        holding = by_rank.get(event.rank)
-        if holding and holding.engine.startswith(Engine.FSDP1.label) and holding.held < holding.weights:
-            yield mistake(
-                "gradients are clipped by torch.nn.utils.clip_grad_norm_, which only sees this rank's shards",
-                "accelerator.clip_grad_norm_(model.parameters(), norm), or model.clip_grad_norm_(norm)",
-                event.content["line"],
-            )
-
-
-def _forgotten_rng(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+def _forgotten_rng(records: Records) -> Content | None:
     """Dropout draws another mask when a layer runs again, so the gradients belong to another forward pass."""
-    if event := _first_event("forgot-rng", events):
-        of_yaml = event.content["by_wrapper"]
-        yield Failure(
-            "activation checkpointing runs layers again with other random numbers: dropout differs in backward",
-            "fsdp_activation_checkpointing" if of_yaml else "preserve_rng_state",
-            "fsdp_activation_checkpointing: false, and model.gradient_checkpointing_enable(), which keeps them; "
-            "or no dropout"
-            if of_yaml
-            else "leave preserve_rng_state true",
-            event.content["line"],
-        )
+    content = records.first("forgot-rng")
+    if content and content["by_wrapper"]:
+        fix = "fsdp_activation_checkpointing: false, and model.gradient_checkpointing_enable(), which keeps them; or "
+        return {"key": "fsdp_activation_checkpointing", "fix": f"{fix}no dropout", "line": content["line"]}
+    return content
 
 
-def _lost_moments(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
-    """A resumed optimizer without its moments: the first steps after the resume are larger than they should be."""
-    if event := _first_event("anew", events):
-        yield Failure(
-            f"{event.content['optimizer']} lost its states: {event.content['checkpoint']} was loaded, and the next "
-            "step finds none of its states",
-            "fsdp_state_dict_type",
-            "fsdp_version: 2, or fsdp_state_dict_type: FULL_STATE_DICT; Accelerate loads no sharded one under FSDP1",
-            event.content["line"],
-        )
+def _nothing_prepared(records: Records) -> Content | None:
+    """A saved state contains only what was prepared before."""
+    if content := records.first("state-of-nothing"):
+        verb = "saves" if content["call"] == "save_state" else "loads"
+        return {**content, "verb": verb, "fix": f"accelerator.prepare(model, optimizer), then {content['call']}"}
+    return None
 
 
-def _different_models(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
-    """Each rank shards its own random model, so the shards don't fit together. A weight loaded later has no value here.
-
-    DDP, FSDP1's `sync_module_states` and Accelerate's loading on rank 0 send rank 0's weights to all before.
-    """
-    units_of = {event.rank: event.content["units"] for event in _events("begun", events)}
-    lines = {event.rank: str(event.content["line"]) for event in _events("begun", events)}
-    for rank, units in sorted(units_of.items()):
-        for number, unit in enumerate(units):
-            first = min(unit["ranks"])
-            first_units = units_of.get(first, [])[number : number + 1]
-            if not first_units or first_units[0]["ranks"] != unit["ranks"]:
-                continue
-            if name := _first_different_weight(first_units[0]["weights"], unit["weights"]):
-                yield mistake(
-                    f"the ranks shard different models: {name} differs between ranks {first} and {rank}",
-                    "the same seed on all ranks before the model is made: accelerate.utils.set_seed(0); or let rank 0 "
-                    "send its weights, in FSDP1 by fsdp_sync_module_states, in FSDP2 by fsdp_cpu_ram_efficient_loading",
-                    lines.get(rank, ""),
-                )
-                return
-
-
-def _first_different_weight(first_sums: Sequence[Sequence[Any]], other_sums: Sequence[Sequence[Any]]) -> str:
-    """The name of the first weight whose values differ by more than rounding."""
-    for (name, our_sums), (other_name, their_sums) in zip(first_sums, other_sums, strict=False):
-        if name != other_name or None in (our_sums, their_sums):
-            continue
-        (our_sum, our_norm), (their_sum, their_norm) = our_sums, their_sums
-        if abs(our_sum - their_sum) > APART * max(our_norm, their_norm):
-            return str(name)
-    return ""
-
-
-def _never_stepped(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+def _never_stepped(records: Records) -> Content | None:
     """Gradients alone train nothing. A script without an optimizer may want only gradients."""
-    reports = [event.content for event in _events("trained", events)]
-    by_engine = _by_deepspeed(by_rank)
-    if by_engine and any(report["steps"] for report in reports):
-        return
-    nothing_moved = all(report["kept"] and report["optimizers"] and report["backwards"] for report in reports)
-    if reports and _all_ended(events) and nothing_moved:
-        backwards = counted(reports[0]["backwards"], "backward pass", "backward passes")
-        fix = "optimizer.step() after backward; where gradients of several batches make a step, make sure it is reached"
-        if by_engine:
-            fix = "accelerator.backward(loss), in which DeepSpeed steps; or engine.backward(loss) and engine.step()"
-        what = f"no weight was ever updated: {backwards}, and no step of an optimizer"
-        yield mistake(what, fix, reports[0]["backward_line"])
+    by_engine = records.engine_is(Engine.DEEPSPEED)
+    ends = list(records.ends.values())
+    if not records.all_ended or (by_engine and any(end["steps"] for end in ends)):
+        return None
+    if not all(end["kept"] and end["optimizers"] and end["backwards"] for end in ends):
+        return None
+    passes = counted(ends[0]["backwards"], "backward pass", "backward passes")
+    fix = "accelerator.backward(loss), in which DeepSpeed steps; or engine.backward(loss) and engine.step()"
+    return {"passes": passes, "line": ends[0]["backward_line"], **({"fix": fix} if by_engine else {})}
 
 
-def _different_steps(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
-    """The ranks took different numbers of steps, so the shards of the model don't fit together."""
-    reports = {event.rank: event.content["common_steps"] for event in _events("trained", events)}
-    counts = reports if _all_ended(events) else _steps_until_now(events)
-    if len(set(counts.values())) < 2 or (_all_ended(events) and _may_differ(events)):
-        return
-    highest, lowest = (choose(counts, key=lambda rank: counts[rank]) for choose in (max, min))
-    yield mistake(
-        f"the ranks' weights are of different steps: rank {highest} took {counted(counts[highest], 'step')} of an "
-        f"optimizer, rank {lowest} {counts[lowest] or 'none'}",
-        "optimizer.step() on every rank: outside of `if accelerator.is_main_process` and other conditions on the rank "
-        "or on its own values, such as its loss",
-        next((event.content["line"] for event in _events("first-step", events) if event.rank == highest), ""),
-    )
-
-
-def _may_differ(events: Sequence[RankEvent]) -> bool:
+def _may_differ(records: Records) -> bool:
     """Whether the ranks have copies of weights and end with equal ones, as with batches for only some ranks."""
-    return any("backwards" in event.content for event in _events("settings", events)) and not replicas.parted(events)
+    has_copies = any(step["is_copy"] for steps in records.steps.values() for step in steps)
+    return has_copies and not copies.parted(records)
 
 
-def _different_settings(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+def _different_steps(records: Records) -> Content | None:
+    """The ranks took different numbers of steps, so the shards of the model don't fit together."""
+    counts = _steps_until_now(records)
+    if records.all_ended:
+        counts = {rank: end["common_steps"] for rank, end in records.ends.items()}
+    if len(set(counts.values())) < 2 or (records.all_ended and _may_differ(records)):
+        return None
+    high, low = (choose(counts, key=lambda rank: counts[rank]) for choose in (max, min))
+    line = next((step["line"] for step in records.steps.get(high, ())), "")
+    steps = {"steps": counted(counts[high], "step"), "fewer": counts[low] or "none"}
+    return {"high": high, "low": low, "line": line, **steps}
+
+
+def _steps_until_now(records: Records) -> dict[int, int]:
+    """Each rank's steps before its last backward pass, if all ran as many passes and one never stepped.
+
+    Such a script fails or hangs when it saves the optimizer, with an unrelated message.
+    """
+    steps: dict[int, list[int]] = {}
+    for event in records.of("loss"):
+        steps.setdefault(event.rank, []).append(event.content["step"] - 1)
+    counts = {rank: counts_of[-1] for rank, counts_of in steps.items()}
+    is_equal_count = len({len(counts_of) for counts_of in steps.values()}) == 1
+    return counts if is_equal_count and steps.keys() == records.began and not all(counts.values()) else {}
+
+
+def _different_settings(records: Records) -> Content | None:
     """Each rank updates its shards of a weight, or its copy, so the ranks need the same rates at the same step."""
-    if _may_differ(events):
-        return
-    by_step: dict[int, dict[int, RankEvent]] = {}
-    for event in _events("settings", events):
-        by_step.setdefault(event.content["step"], {})[event.rank] = event
-    for step, reports in sorted(by_step.items()):
-        first, *others = sorted(reports)
-        for rank in others:
-            if different := _first_different_setting(reports[first].content["groups"], reports[rank].content["groups"]):
+    (first, *others) = sorted(records.common_steps().items()) or [(0, [])]
+    for number, step in enumerate(first[1]) if not _may_differ(records) else ():
+        for rank, other in ((rank, steps[number]) for rank, steps in others if len(steps) > number):
+            if different := _first_different_setting(step["groups"], other["groups"]):
                 name, value, other_value = different
-                moved_at = reports[rank].content["moved_at"] if name == "lr" and step > min(by_step) else ""
-                yield mistake(
-                    f"the ranks' optimizers differ: at step {step} {name} is {value} on rank {first} and "
-                    f"{other_value} on rank {rank}",
-                    f"the same {name} on all ranks: neither it nor a schedule may depend on the rank "
-                    "or on its own values, such as its loss",
-                    moved_at or reports[rank].content["line"],
-                )
-                return
+                line = (number and name == "lr" and other["moved_at"]) or other["made_at"]
+                values = {"name": name, "value": value, "other": other_value, "first": first[0], "rank": rank}
+                fix = f"the same {name} on all ranks: neither it nor a schedule may depend on the rank or on its own "
+                return {"step": number + 1, "line": line, "fix": f"{fix}values, such as its loss", **values}
+    return None
 
 
 def _first_different_setting(first_groups: Sequence[Any], other_groups: Sequence[Any]) -> tuple[str, str, str] | None:
@@ -254,105 +196,210 @@ def _first_different_setting(first_groups: Sequence[Any], other_groups: Sequence
     return None
 
 
-def _kept_gradients(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
-    """The optimizer adds the gradients of all earlier steps to each step's."""
-    reports = _events("gradients", events)
-    if _by_deepspeed(by_rank):  # DeepSpeed's engine clears by itself
-        return
-    if reports and all(event.content["kept"] for event in reports):
-        first = reports[0].content
-        yield mistake(
-            f"gradients are never cleared: step {first['step']} still has those of step {first['step'] - 1}",
-            "optimizer.zero_grad() after each optimizer.step()",
-            first["line"],
-        )
+def _kept_gradients(records: Records) -> Content | None:
+    """The optimizer adds the gradients of all earlier steps to each step's. DeepSpeed's engine clears by itself."""
+    optimizers = {step["optimizer"] for steps in records.steps.values() for step in steps}
+    for optimizer in sorted(optimizers) if not records.engine_is(Engine.DEEPSPEED) else ():
+        pairs: list[tuple[int, Content, Content]] = []
+        for rank in records.steps:
+            steps = records.steps_of(optimizer, rank)
+            numbered = enumerate(pairwise(steps), 2)
+            pairs += [(number, *pair) for number, pair in numbered if pair[1]["backwards"] > pair[0]["backwards"]]
+        if pairs and all(step["passes"] and step["passes"][0][0] <= last["backwards"] for _, last, step in pairs):
+            number, _, step = pairs[0]
+            return {"step": number, "before": number - 1, "line": step["line"]}
+    return None
 
 
-def _steps_until_now(events: Sequence[RankEvent]) -> dict[int, int]:
-    """Each rank's steps before its last backward pass, if all ran as many passes and one never stepped.
+def _left_over(records: Records) -> Content | None:
+    """The last gradients of an epoch are in the first step of the next, where other steps take as many batches."""
+    for rank, steps in records.steps.items():
+        usual: set[int] = set()
+        for step in steps if len({step["optimizer"] for step in steps}) == 1 else ():
+            epochs = [epoch for _, epoch in step["passes"]]
+            own = sum(epoch == epochs[-1] for epoch in epochs)
+            is_next = epochs and None not in epochs and epochs[0] != epochs[-1] and epochs[0][0] == epochs[-1][0]
+            if is_next and usual == {own}:
+                return {**step, "rank": rank, "passes": len(epochs), "usual": counted(own, "batch", "batches")}
+            if not is_next:
+                usual.add(len(epochs))
+    return None
 
-    Such a script fails or hangs when it saves the optimizer, with an unrelated message.
+
+def _not_finite(records: Records) -> Content | None:
+    """The first loss that isn't finite, as later ones follow from it."""
+    losses = (event for event in records.of("loss") if not math.isfinite(event.content["value"]))
+    return next(({"rank": event.rank, **event.content} for event in losses), None)
+
+
+def _without_gradients(records: Records) -> Content | None:
+    """All gradients of a step are 0 on all ranks, to the end or in half of the steps: NaN may be hidden.
+
+    A few may be meant, as of batches without labels.
     """
-    steps: dict[int, list[int]] = {}
-    for event in _events("loss", events):
-        steps.setdefault(event.rank, []).append(event.content["step"] - 1)
-    counts = {rank: counts_of[-1] for rank, counts_of in steps.items()}
-    is_equal_count = len({len(counts_of) for counts_of in steps.values()}) == 1
-    on_all_ranks = set(steps) == {event.rank for event in _events("began", events)}
-    return counts if is_equal_count and on_all_ranks and not all(counts.values()) else {}
+    of_ranks = [[s["gradients"] for s in steps if "gradients" in s] for _, steps in sorted(records.steps.items())]
+    is_zero = [not any(norms) for norms in zip(*of_ranks, strict=False)]
+    if not records.all_ended or len(is_zero) < 2 or records.engine_is(Engine.DEEPSPEED):
+        return None
+    last = next((number for number, zero in enumerate(reversed(is_zero)) if not zero), len(is_zero))
+    zeros = sum(is_zero)
+    if last >= WITHOUT_GRADIENT or (zeros > 1 and 2 * zeros >= len(is_zero)):
+        line = next(iter(records.ends.values()))["lines"]["nan_to_num"]
+        return {"zeros": zeros, "steps": counted(len(is_zero), "step"), "line": line}
+    return None
 
 
-def _not_finite(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
-    """Reports the first loss that isn't finite, as later ones follow from it; or NaN weights behind finite losses."""
-    for event in _events("loss", events):
-        if not math.isfinite(event.content["value"]):
-            yield mistake(
-                f"the loss is {event.content['value']} at step {event.content['step']} of rank {event.rank}",
-                "see what makes it so: labels that are all -100, a mean over no tokens, a log of 0, a rate too high",
-                event.content["line"],
-            )
-            return
-    for event in _events("trained", events):
-        if count := event.content["not_numbers"]:
-            what = f"{counted(count, 'weight')} of rank {event.rank} hold NaN after training, and no loss was NaN"
-            fix = "see what makes it so, and leave out what hides it: nan_to_num, or torch.where of a loss that is NaN"
-            yield mistake(what, fix, event.content["hidden_at"])
-            return
+def _in_no_optimizer(records: Records) -> Content | None:
+    """Weights that get gradients and never change, while more weights do, unlike in a script that trains only a head.
+
+    Or weights that are unfrozen later. Those that join an optimizer later, or that the script changes, don't count.
+    """
+    models = [model for end in records.ends.values() for model in end["models"]]
+    left = {name for model in models for name in model["left"]} - {name for m in models for name in m["changed"]}
+    thawed = sorted(left & {name for model in models for name in model["unfrozen"]})
+    if not left or (not thawed and 2 * len(left) >= len({name for model in models for name in model["end"]})):
+        return None
+    end, names = next(iter(records.ends.values())), thawed or sorted(left)
+    verb = "have gradients and never change" if len(names) > 1 else "has gradients and never changes"
+    what = f"{first_few(names, 1)}, which {verb}"
+    content = {"what": what, "line": next((s[0]["made_at"] for s in records.steps.values()), "")}
+    if thawed:
+        content["what"] += ", unfrozen later"
+        content["fix"] = "optimizer.add_param_group with the unfreezing; or all weights to the optimizer, which skips "
+        content["fix"] += "frozen ones"
+    if thawed and end["strange"]:
+        strange = counted(end["strange"], "weight")
+        content["what"] += f": {strange} that add_param_group added belong to no prepared model"
+        content["fix"] = "add_param_group with the prepared model's parameters, not those from before prepare"
+        content["line"] = end["lines"]["add_param_group"]
+    return content
 
 
-def _nothing_prepared(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
-    """A saved state contains only what was prepared before."""
-    if event := _first_event("state-of-nothing", events):
-        call, line = event.content["call"], event.content["line"]
-        verb = "saves" if call == "save_state" else "loads"
-        what = f"{call} comes before prepare, so that it {verb} no weights"
-        yield mistake(what, f"accelerator.prepare(model, optimizer), then {call}", line)
+def _evaluates_on_one_rank(records: Records) -> Content | None:
+    of_ranks = sorted(records.common_steps().items())
+    for steps in zip(*(steps for _, steps in of_ranks), strict=False):
+        modes = {rank: step["evaluating"] for (rank, _), step in zip(of_ranks, steps, strict=True)}
+        if len(set(modes.values())) > 1:
+            rank, other = (next(rank for rank, mode in modes.items() if mode is wanted) for wanted in (True, False))
+            line = records.ends[rank]["lines"][".eval()"] if rank in records.ends else steps[0]["line"]
+            return {"rank": rank, "other": other, "line": line}
+    return None
 
 
-def _no_tracker(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
-    """Accelerate leaves out trackers that aren't installed, and the run isn't recorded."""
-    if event := _first_event("no-tracker", events):
-        names = event.content["names"]
-        yield mistake(
-            f"log_with names {', '.join(names)}, which isn't installed: nothing is recorded there",
-            f"pip install {' '.join(names)}; or leave it out of log_with",
-            event.content["line"],
-        )
+def _evaluates_on(records: Records) -> Content | None:
+    """A model that trained in training mode, and is in evaluation mode in the last steps."""
+    for rank, steps in records.steps.items():
+        since = next((n for n in range(len(steps), 0, -1) if not steps[n - 1]["evaluating"]), len(steps)) + 1
+        if since < len(steps) and rank in records.ends:
+            return {"since": since, "steps": len(steps), "line": records.ends[rank]["lines"][".eval()"]}
+    return None
 
 
-def _by_deepspeed(by_rank: dict[int, Holding]) -> bool:
-    return any(report.engine.startswith(Engine.DEEPSPEED.label) for report in by_rank.values())
-
-
-def _all_ended(events: Sequence[RankEvent]) -> bool:
-    began, trained = ({event.rank for event in _events(kind, events)} for kind in ("began", "trained"))
-    return bool(events) and began == trained
-
-
-def _events(kind: str, events: Sequence[RankEvent]) -> list[RankEvent]:
-    return [event for event in events if event.kind == kind]
-
-
-def _first_event(kind: str, events: Sequence[RankEvent]) -> RankEvent | None:
-    return next(iter(_events(kind, events)), None)
-
-
-LOOKS: tuple[Callable[[Sequence[RankEvent], dict[int, Holding]], Iterator[Failure]], ...] = (
-    _swallowed_error,
-    _optimizer_before_sharding,
-    _different_models,
-    _lost_moments,
-    _different_units,
-    lambda events, _: drawn_rows.find(events),
-    _separated_ties,
-    _clipped_by_torch,
-    _forgotten_rng,
-    _no_tracker,
-    _nothing_prepared,
-    _never_stepped,
-    lambda events, _: replicas.unfrozen(events),
-    _different_steps,
-    _different_settings,
-    _kept_gradients,
-    _not_finite,
+JUDGES: tuple[Callable[[Records], Iterator[Failure]], ...] = (
+    Judge(
+        _mixed_shards,
+        "{call} gets {name}, of which ranks {first} and {other} hold different parts ({sizes})",
+        "set_seed on all ranks before the model is made, or this call before accelerator.prepare, while each rank has "
+        "whole weights; param.full_tensor() of FSDP2 is a whole one",
+    ),
+    Judge(
+        _optimizer_before_sharding,
+        "the optimizer does not hold {missing} of the model's trained parameters, and holds {strange} that belong to "
+        "no prepared model",
+        "make the optimizer of the prepared model, or prepare both in one call: prepare(model, optimizer)",
+    ),
+    Judge(_nothing_prepared, "{call} comes before prepare, so that it {verb} no weights", ""),
+    Judge(
+        _lost_states,
+        "the optimizer lost its states: {path} was loaded, and the next step finds none of its states",
+        "fsdp_version: 2, or fsdp_state_dict_type: FULL_STATE_DICT; Accelerate loads no sharded one under FSDP1",
+        "fsdp_state_dict_type",
+    ),
+    Judge(
+        _different_units,
+        "the ranks run different units: rank {first} runs {name} where rank {rank} runs {other}",
+        "make a unit of a module that every rank runs, such as the layer of experts, not of each expert",
+    ),
+    lambda records: drawn_rows.find(records.events),
+    Judge(
+        _separated_ties,
+        "one weight is in several units: {places}",
+        "leave the modules that share a weight, such as embedding and head, in one unit",
+        "fsdp_transformer_layer_cls_to_wrap",
+    ),
+    Judge(
+        _forgotten_rng,
+        "activation checkpointing runs layers again with other random numbers: dropout differs in backward",
+        "leave preserve_rng_state true",
+        "preserve_rng_state",
+    ),
+    Judge(
+        _never_stepped,
+        "no weight was ever updated: {passes}, and no step of an optimizer",
+        "optimizer.step() after backward; where gradients of several batches make a step, make sure it is reached",
+    ),
+    Judge(
+        copies.unfrozen,
+        "{names} frozen when DistributedDataParallel wrapped the model: unfrozen later, gradients are not averaged "
+        "over ranks",
+        "freeze after prepare, with find_unused_parameters=True in DistributedDataParallelKwargs; or wrap the model "
+        "again after unfreezing",
+    ),
+    Judge(
+        _different_steps,
+        "the ranks' weights are of different steps: rank {high} took {steps} of an optimizer, rank {low} {fewer}",
+        "optimizer.step() on every rank: outside of `if accelerator.is_main_process` and other conditions on the rank "
+        "or on its own values, such as its loss",
+    ),
+    Judge(
+        _different_settings,
+        "the ranks' optimizers differ: at step {step} {name} is {value} on rank {first} and {other} on rank {rank}",
+        "",
+    ),
+    Judge(
+        _kept_gradients,
+        "gradients are never cleared: step {step} still has those of step {before}",
+        "optimizer.zero_grad() after each optimizer.step()",
+    ),
+    Judge(
+        _not_finite,
+        "the loss is {value} at step {step} of rank {rank}",
+        "see what makes it so: labels that are all -100, a mean over no tokens, a log of 0, a rate too high",
+    ),
+    Judge(
+        copies.at_other_batches,
+        "the ranks step at different batches: step {step} comes after {batches}; {end}",
+        "decide on all ranks alike whether to step: by a loss that is reduced over ranks",
+    ),
+    Judge(
+        _evaluates_on_one_rank,
+        "rank {rank} trains in evaluation mode, without dropout, and rank {other} in training mode",
+        "model.train() on every rank after an evaluation",
+    ),
+    lambda records: repeated.differences(records.events),
+    schedules.find,
+    Judge(
+        _without_gradients,
+        "all gradients are 0 in {zeros} of {steps}: a loss that is NaN, and that a number replaces, gives none",
+        "see what makes it so, such as labels that are all -100, and skip such batches; leave nan_to_num out",
+    ),
+    Judge(
+        _in_no_optimizer,
+        "no optimizer has {what}",
+        "give them to the optimizer, as AdamW(model.parameters()) does; or requires_grad_(False) for them",
+    ),
+    Judge(
+        _evaluates_on,
+        "steps {since} to {steps} train in evaluation mode, without dropout, and those before in training mode",
+        "model.train() after each evaluation",
+    ),
+    Judge(
+        _left_over,
+        "no step comes after the last batch of an epoch of rank {rank}: the next epoch's first step has the gradients "
+        "of {passes} batches, and other steps those of {usual}",
+        "a step at the last batch too, as with accelerator.accumulate(model): len(loader) is that of the prepared "
+        "loader, which has only this rank's batches; or zero_grad() at the end of an epoch",
+    ),
+    Judge(copies.parting, "{what}: {end}", "change weights on all ranks in the same way"),
 )
+"""All judges, the most serious mistake first."""

@@ -62,7 +62,8 @@ def summary(events: Sequence[RankEvent]) -> str:
         notes += "; the learning rate is 0 in them, so that no weight moves"
     if any(update["changed"] for update in updates):
         notes += "; not repeated: what the script changes in them before the step"
-    left: list[str] = next((event.content["kept"] for event in events if event.kind == "uncovered"), [])
+    models = (model for event in events if event.kind == "trained" for model in event.content["models"])
+    left: list[str] = next((model["left"] for model in models if model["left"]), [])
     if left:
         notes += f"; no optimizer has {first_few(left, 1)}, which have gradients"
     steps = f"the first {len(updates)} steps" if len(updates) > 1 else "the first step"
@@ -114,29 +115,6 @@ def _copies(content: Mapping[str, Any]) -> Failure:
     return mistake(what, "change weights on all ranks in the same way, or only by the optimizer", content["line"])
 
 
-def _clipped_differently(content: Mapping[str, Any]) -> Failure:
-    (lowest, highest), (first, other) = content["factors"], content["ranks"]
-    what = (
-        f"between backward and step gradients are multiplied by {lowest:.4g} on rank {first} and by {highest:.4g} on "
-        f"rank {other}"
-    )
-    what += ", as clipping by the norm of a rank's own shards does"
-    return mistake(what, "accelerator.clip_grad_norm_(model.parameters(), norm)", content["line"])
-
-
-def _divided(content: Mapping[str, Any]) -> Failure:
-    batches = content["accumulation"]
-    if content["ratio"] > 1:
-        what = f"losses are not divided by gradient_accumulation_steps: gradients are {batches} times those of the mean"
-        fix = (
-            "accelerator.backward(loss), which divides it; with Trainer, whose Accelerator doesn't, divide the loss by "
-            "self.current_gradient_accumulation_steps or, in compute_loss, a sum by num_items_in_batch"
-        )
-        return mistake(what, fix, content["line"])
-    what = f"losses are divided by gradient_accumulation_steps twice: gradients are 1/{batches} of those of the mean"
-    return mistake(what, "accelerator.backward(loss) divides it: leave out the script's own", content["line"])
-
-
 def _counted(content: Mapping[str, Any]) -> Failure:
     ratio = content["ratio"]
     what = f"gradients are {ratio:.4g} times those of the mean over the step's tokens: {_meaning(ratio, content)}"
@@ -154,8 +132,16 @@ def _without_effect(events: Sequence[RankEvent]) -> Iterator[Failure]:
         what = f"the optimizer gets no gradient in {counted(len(updates), 'step')}"
         fix = "backward, then optimizer.step(), then zero_grad(); and the last micro-batch of a step outside of no_sync"
         yield mistake(what, fix, updates[0]["cleared_at"] or line)
-    elif not _rate_is_0(events) and not any(event.content["moved"] for event in events if event.kind == "weights"):
+    elif not _rate_is_0(events) and not _moves(events):
         yield mistake("no weight moved in any step", "see the optimizer's rate and its schedule", line)
+
+
+def _moves(events: Sequence[RankEvent]) -> bool:
+    """Whether a weight has changed since the first step; also if nothing is known of them."""
+    held: dict[tuple[int, int], list[Any]] = {}
+    for event in (event for event in events if event.kind == "weights"):
+        held.setdefault((event.rank, event.content["model"]), []).append(event.content["held"])
+    return not held or any(len(reports) < 2 or reports[0] != reports[-1] for reports in held.values())
 
 
 def _rate_is_0(events: Sequence[RankEvent]) -> bool:
@@ -182,11 +168,6 @@ PLAIN: Mapping[str, Text] = {
         "rank {ranks[1]} still has them",
         "the same seed on all ranks before the model is made; and no broadcast of shards, which differ by rank",
     ),
-    "buffers": Text(
-        "ranks {ranks[0]} and {ranks[1]} train with different values of {name}, a buffer that each changes by its own "
-        "rows: a checkpoint has those of one rank",
-        "torch.distributed.all_reduce of what changes it, so that it is of all ranks' rows",
-    ),
     "behind": Text(
         "between two steps {name} changed on rank {ranks[0]}, and not on rank {ranks[1]}",
         "change weights on all ranks; a rank sees its own shards alone",
@@ -199,9 +180,23 @@ PLAIN: Mapping[str, Text] = {
         "between backward and step gradients change on rank {ranks[0]}, and not on rank {ranks[1]}",
         "change gradients on all ranks in the same way",
     ),
+    "clipped-apart": Text(
+        "between backward and step gradients are multiplied by {factors[0]:.4g} on rank {ranks[0]} and by "
+        "{factors[1]:.4g} on rank {ranks[1]}, as clipping by the norm of a rank's own shards does",
+        "accelerator.clip_grad_norm_(model.parameters(), norm)",
+    ),
     "clipped-otherwise": Text(
         "clipping multiplies gradients by {factors[0]:.4g}, and in one process by {factors[1]:.4g}",
         "accelerator.clip_grad_norm_(model.parameters(), norm)",
+    ),
+    "divided": Text(
+        "losses are divided by gradient_accumulation_steps twice: gradients are 1/{accumulation} of those of the mean",
+        "accelerator.backward(loss) divides it: leave out the script's own",
+    ),
+    "undivided": Text(
+        "losses are not divided by gradient_accumulation_steps: gradients are {accumulation} times those of the mean",
+        "accelerator.backward(loss), which divides it; with Trainer, whose Accelerator doesn't, divide the loss by "
+        "self.current_gradient_accumulation_steps or, in compute_loss, a sum by num_items_in_batch",
     ),
     "dropped": Text(
         "losses are divided by {accumulation}, and all but the last of {accumulation} gradients are cleared before "
@@ -215,10 +210,6 @@ PLAIN: Mapping[str, Text] = {
     "hidden": Text(
         "the gradient of {name} is NaN or infinite after backward, and is replaced before the step",
         "see what makes it so, such as torch.where with a branch that has no finite derivative; then leave it out",
-    ),
-    "modes": Text(
-        "rank {ranks[0]} trains in evaluation mode, without dropout, and rank {ranks[1]} in training mode",
-        "model.train() on every rank after an evaluation",
     ),
     "multiplied": Text(
         "the loss is multiplied by the {ranks} ranks, and gradients are averaged over these",
@@ -251,8 +242,6 @@ PLAIN: Mapping[str, Text] = {
 DECIDED: Mapping[str, Callable[[Mapping[str, Any]], Failure]] = {
     "gradient": _gradient,
     "copies": _copies,
-    "clipped-apart": _clipped_differently,
-    "divided": _divided,
     "counted": _counted,
     "other-step": _other_step,
 }

@@ -8,7 +8,6 @@ import math
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +59,7 @@ Sums = dict[str, tuple[float, float]]
 
 @dataclass(frozen=True)
 class _File:
-    """A file that a call wrote on one rank.
-
-    `tensors` holds shape, dtype, sum and norm of each whole tensor by name. `is_other`: of another module than the
-    trained one, or of a part of it.
-    """
+    """A file that a call wrote on one rank. `tensors` holds shape, dtype, sum and norm of each whole tensor by name."""
 
     rank: int
     call: str
@@ -77,7 +72,6 @@ class _File:
     count: int
     is_bare: bool
     has_optimizer: bool
-    is_other: bool
     tensors: Mapping[str, Sequence[Any]]
 
     @property
@@ -101,15 +95,12 @@ class _Model:
     @classmethod
     def of(cls, events: Sequence[RankEvent]) -> "_Model":
         model = cls(set(), {}, {}, len({event.rank for event in events if event.kind == "began"}))
-        for event in (event for event in events if event.kind == "weight-parts"):
+        weights = [event for event in events if event.kind == "weights"]
+        for event in weights if len({event.content["model"] for event in weights}) == 1 else ():
             model.names.update(event.content["names"])
             model.shapes.update(event.content["shapes"])
             model.parts.setdefault(event.content["step"], {}).setdefault(event.rank, event.content["held"])
         return model
-
-    @cached_property
-    def first(self) -> Sums:
-        return self.at(0)
 
     def at(self, step: int) -> Sums:
         """Sum and norm of the whole weights; empty where not every rank reported its part. Replicas count once."""
@@ -145,25 +136,13 @@ def failures(events: Sequence[RankEvent], holdings: Mapping[int, Holding], job: 
     yield from _partial(events, next((holding.weights for holding in holdings.values()), 0), job)
     last = list({file.path: file for file in files if file.tensors and not file.is_adapter}.values())
     yield from _misnamed(last, model, resumed)
-    yield from _misshapen([file for file in last if not file.is_other], model)
     yield from _untrained([file for file in last if file.step], model)
 
 
 def _files(events: Sequence[RankEvent]) -> Iterator[_File]:
     for event in (event for event in events if event.kind == "saved"):
         call = {key: event.content[key] for key in ("call", "line", "step", "barriers", "machine")}
-        for file in event.content["files"]:
-            yield _File(
-                rank=event.rank,
-                **call,
-                path=file["path"],
-                shards=file["shards"],
-                count=file["tensors"],
-                is_bare=file["bare"],
-                has_optimizer=file["optimizer"],
-                is_other=event.content["weights"] is not None,
-                tensors=file["weights"],
-            )
+        yield from (_File(event.rank, **call, **file) for file in event.content["files"])
 
 
 def _shards(files: Sequence[_File], sharing_ranks: int) -> Iterator[Failure]:
@@ -230,34 +209,10 @@ def _misnamed(files: Sequence[_File], model: _Model, resumed: set[str]) -> Itera
             return
 
 
-def _misshapen(files: Sequence[_File], model: _Model) -> Iterator[Failure]:
-    """Flattened weights, and in a folder of `save_pretrained` weights of another size.
-
-    Packed integers may have any size.
-    """
-    for file in files:
-        for name, (shape, dtype, *_) in file.tensors.items():
-            whole = model.shapes.get(holding.user_name(name), shape)
-            is_flat = len(shape) == 1 < len(whole)
-            is_other = file.call in FOLDERS and math.prod(shape) != math.prod(whole)
-            if dtype in ROUNDING and (is_flat or is_other):
-                yield mistake(
-                    f"{file.what} with {name} of the shape {tuple(shape)}, and the model's is {tuple(whole)}",
-                    GATHER,
-                    file.line,
-                )
-                return
-
-
 def _untrained(files: Sequence[_File], model: _Model) -> Iterator[Failure]:
-    """Whole weights with one rank's values, or multiplied ones; and saves that all hold the values before training."""
-    readings = [(file, _kind_of_values(file, model)) for file in files]
-    for file, reading in readings:
-        if reading not in (NOW, FIRST, OTHER, None):
-            yield mistake(f"{file.what} with {reading}", GATHER, file.line)
-            return
-    if readings and all(reading == FIRST for _, reading in readings):
-        file = readings[-1][0]
+    """Saves that all hold the values before training."""
+    if files and all(_kind_of_values(file, model) == FIRST for file in files):
+        file = files[-1]
         yield mistake(
             f"{file.what} after {counted(file.step, 'step')} with the weights from before the first one",
             "take the state dict when you save it: state = accelerator.get_state_dict(model) after the last step",
@@ -266,7 +221,7 @@ def _untrained(files: Sequence[_File], model: _Model) -> Iterator[Failure]:
 
 
 def _kind_of_values(file: _File, model: _Model) -> str | None:
-    """The values in a file: NOW, FIRST, OTHER or a mistake, by its weights that have changed; None without any."""
+    """The values in a file, by its weights that have changed; None without any."""
     now, moved = model.at(file.step), model.moved(file.step)
     saved = {
         holding.user_name(name): ((total, norm), ROUNDING[dtype])
@@ -286,16 +241,8 @@ def _kind_of_values(file: _File, model: _Model) -> str | None:
 
     if holds(now):
         return NOW
-    if holds(model.first) and all(rounding <= ROUNDING["float32"] for _, rounding in saved.values()):
+    if holds(model.at(0)) and all(rounding <= ROUNDING["float32"] for _, rounding in saved.values()):
         return FIRST
-    if not now:
-        return OTHER
-    for rank, parts in model.parts[file.step].items():
-        if holds({name: (total, norm) for name, (_, total, norm) in parts.items()}):
-            return f"the part that rank {rank} holds, and 0 for the others"
-    for ratio, factor in ((model.ranks, str(model.ranks)), (1 / model.ranks, f"1/{model.ranks}")):
-        if holds({name: (total * ratio, norm * ratio) for name, (total, norm) in now.items()}):
-            return f"weights that are {factor} times the model's"
     return OTHER
 
 

@@ -79,10 +79,8 @@ if "groups" in WAYS:
     optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": plain, "lr": 1e-2}], lr=1e-3)
 if "trains the head alone" in WAYS:
     optimizer = torch.optim.AdamW(model.lm_head.parameters(), lr=1e-3)
-if {"averages gradients by hand", "averages differences"} & {*WAYS}:
+if "averages gradients by hand" in WAYS:
     loader = accelerator.prepare(loader)
-    outer = copy.deepcopy(model)
-    outer_optimizer = torch.optim.SGD(outer.parameters(), lr=0.7, momentum=0.9, nesterov=True)
 else:
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 if "sums gradients" in WAYS:
@@ -110,8 +108,6 @@ def loss_of(batch: torch.Tensor) -> torch.Tensor:
         loss = loss + 1e-2 * output.logits.float().logsumexp(-1).square().mean()
     if "penalty" in WAYS:
         loss = loss + sum(1e-2 * weight.square().sum() for weight in model.parameters())
-    if "hidden states" in WAYS:
-        loss = loss + 1e-2 * model(input_ids=batch, output_hidden_states=True).hidden_states[1].square().mean()
     if "reference" in WAYS:
         with torch.no_grad():
             expected = reference(input_ids=batch).logits
@@ -124,11 +120,9 @@ def loss_of(batch: torch.Tensor) -> torch.Tensor:
         torch.distributed.all_reduce(loss)
     if "tokens of all ranks" in WAYS:
         tokens = accelerator.gather(torch.tensor(batch[:, 1:].numel())).sum()
-        if BY_HAND:  # of a step, as Trainer counts them, beside those of the micro-batch
-            tokens = accelerator.gather(torch.tensor(EACH * batch[:, 1:].numel())).sum()
         logits = model(input_ids=batch).logits[:, :-1].flatten(0, 1)
         own_sum = nn.functional.cross_entropy(logits, batch[:, 1:].flatten(), reduction="sum")
-        loss = own_sum / tokens if "sums gradients" in WAYS else own_sum * accelerator.num_processes / tokens
+        loss = own_sum / tokens
     if "learned weight of a loss" in WAYS:
         loss = scaled(loss[None])[0]
     if "two passes" in WAYS:
@@ -151,26 +145,6 @@ for step, batch in enumerate(loader):
         for weight in model.parameters():
             torch.distributed.all_reduce(weight.grad)
             weight.grad /= accelerator.num_processes
-        optimizer.step()
-        optimizer.zero_grad()
-    elif "averages differences" in WAYS:  # as DiLoCo does
-        loss_of(batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == 1:
-            for first, weight in zip(outer.parameters(), model.parameters(), strict=True):
-                first.grad = first.detach() - weight.detach()
-                torch.distributed.all_reduce(first.grad)
-                first.grad /= accelerator.num_processes
-            outer_optimizer.step()
-            model.load_state_dict(outer.state_dict())
-    elif "gradient cache" in WAYS:  # of outputs, so that a loss of the whole batch needs one row's memory
-        with torch.no_grad():
-            cached = torch.cat([model(input_ids=row).logits for row in batch.split(1)])
-        nn.functional.cross_entropy(cached.requires_grad_()[:, :-1].flatten(0, 1), batch[:, 1:].flatten()).backward()
-        for row, gradient in enumerate(cached.grad.split(1)):
-            with contextlib.nullcontext() if row == len(batch) - 1 else accelerator.no_sync(model):
-                accelerator.backward((model(input_ids=batch[row : row + 1]).logits * gradient).sum())
         optimizer.step()
         optimizer.zero_grad()
     elif BY_HAND:

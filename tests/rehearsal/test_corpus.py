@@ -14,10 +14,10 @@ sys.path.append(str(ROOT / "benchmarks"))
 import mistakes
 
 CORPUS = (
-    *("issue_sampler_and_prepare", "issue_barrier_on_one_rank", "own_error_swallowed", "own_reduced_again"),
+    *("issue_sampler_and_prepare", "issue_barrier_on_one_rank", "own_reduced_again"),
     *("own_no_wrapper", "unseen_broadcast_of_uneven_shards", "own_shards_in_safetensors", "issue_divided_twice"),
     *("own_cleared_per_micro_batch", "unseen_schedule_too_long", "issue_names_of_the_wrapper"),
-    *("unseen_unfreezing_later", "unseen_decay_of_shards", "own_eval_left_on"),
+    *("unseen_unfreezing_later", "unseen_trainer_loader", "own_eval_left_on"),
 )
 RIGHT = ("right_two_models", "right_joined", "right_steps_in_backward", "right_codebook", "right_heads_in_turn")
 

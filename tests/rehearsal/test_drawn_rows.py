@@ -3,7 +3,6 @@
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
-from accel_fsdp.ranks import RankEvent, read
-from accel_fsdp.ranks.drawn_rows import DrawnRows, ObservedRows, hashes_of
+from accel_fsdp.ranks import lines, read
+from accel_fsdp.ranks.drawn_rows import ObservedRows
 from accel_fsdp.rehearsal import absent, drawn_rows
 
 ROWS: Any = list(torch.randint(0, 100, (32, 12), generator=torch.Generator().manual_seed(0)))
@@ -184,13 +183,9 @@ WRONG: dict[str, tuple[Callable[[int], Epochs], str]] = {
     "not prepared": (lambda rank: again(DataLoader(ROWS, 2, shuffle=True)), r"on \d\d of 30 rows"),
     "not prepared, half an epoch": (lambda rank: again(DataLoader(ROWS, 2, shuffle=True), 8), r"on \d+ of 16 rows"),
     "one rank number": (lambda rank: again(unprepared(distributed(0))), "on 14 of 14 rows"),
-    "own sampler": (lambda rank: again(sampled(Ordered(shuffled(rank)), rank)), "of 14 rows"),
     "overlapping parts": (lambda rank: again(DataLoader(ROWS[12 * rank :][:20], 2, shuffle=True)), r"on \d of 18 rows"),
     "halves that each rank shuffled": (
         lambda rank: again(DataLoader([ROWS[place] for place in shuffled(4 + rank)][rank::2], 2)), "on 3 of 14 rows",
-    ),
-    "stream that each rank shuffles": (
-        lambda rank: again(DataLoader(Stream([ROWS[place] for place in shuffled(rank)]), 2), 12), "of 24 rows",
     ),
     "no set_epoch": (
         lambda rank: again(unprepared(distributed(rank))),
@@ -215,7 +210,7 @@ def judged(folder: Path, monkeypatch: pytest.MonkeyPatch, epochs: Callable[[int]
             for epoch in epochs(rank):
                 for _ in epoch:
                     observed.ran_backward()
-            observed.report_end([], "")
+            observed.report_end()
     return "; ".join(failure.what for failure in drawn_rows.find(read(folder)))
 
 
@@ -232,56 +227,14 @@ def test_wrong_ways_to_share_rows(way: str, tmp_path: Path, monkeypatch: pytest.
     assert re.search(message, judged(tmp_path, monkeypatch, epochs))
 
 
-def by_hand(*orders: list[int]) -> str:
-    """What is said of ranks that take rows in loops of their own, two at a time."""
-    events = []
-    for rank, order in enumerate(orders):
-        batches = [
-            hashes_of(torch.stack([ROWS[place] for place in order[at : at + 2]])) for at in range(0, len(order), 2)
-        ]
-        rows = DrawnRows("", "", epoch=1, places=None, hashes=batches)
-        events.append(RankEvent(rank, 0.0, "drawn", asdict(rows)))
-    return "; ".join(failure.what for failure in drawn_rows.find(events))
-
-
-def test_loops_without_a_loader_are_judged_by_content() -> None:
-    ours, theirs = shuffled(0), shuffled(1)
-    assert "rank 1 trained on 12 of 16 rows" in by_hand(ours[:16] * 2, ours[4:20])
-    assert not by_hand(ours[::2], ours[1::2])
-    assert not by_hand(ours[:10], ours[:10])  # too few
-    assert not by_hand(ours[:16], ours[12:28])  # samples drawn at random
-    assert not by_hand([place % 4 for place in ours], [place % 4 for place in theirs])  # data with equal rows
-
-
-def test_rows_that_are_alike_may_be_so_in_the_data() -> None:
-    def is_reported(may_share: bool, *others: RankEvent) -> bool:
-        rows = {"hashes": [[7]], "line": "", "may_share": may_share}
-        return bool(list(drawn_rows.find([*others, *(RankEvent(rank, 1.0, "rows", rows) for rank in (0, 1))])))
-
-    assert is_reported(False)
-    assert not is_reported(False, RankEvent(0, 0.0, "prepared-rows", {}))
-    assert not is_reported(True)  # ranks of tensor parallelism
-
-
-def test_smaller_batches_may_weigh_less() -> None:
-    def is_reported(*shares: float | None, batches: tuple[int, int] = (4, 2)) -> bool:
-        records = [DrawnRows("", "", batch=batch, places=[[rank]], hashes=[]) for rank, batch in enumerate(batches)]
-        events = [RankEvent(rank, 0.0, "drawn", asdict(rows)) for rank, rows in enumerate(records)]
-        return bool(list(drawn_rows.find([*events, RankEvent(0, 0.0, "repeated", {"shares": list(shares)})])))
-
-    assert is_reported(1.0, 1.0)
-    assert not is_reported(1.0, 1.0, batches=(4, 4))
-    assert not is_reported(1.33, 0.67)
-    assert not is_reported(None, 1.0)  # another loss, which may be a sum over all rows
-
-
 def test_the_line_of_a_random_split_is_named(tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
     script.write_text("order = shuffle(rows)\ntrain, rest = random_split(order, [40, 8])\nloader = DataLoader(train)\n")
-    assert drawn_rows.line_of_draw(f"{script}:3") == f"{script}:2"
-    assert drawn_rows.line_of_draw(f"{script}:1") == f"{script}:1"
-    script.write_text("loader = DataLoader(rows, shuffle=True)\n")
-    assert drawn_rows.line_of_draw(f"{script}:1") == f"{script}:1"
+    assert lines.nearest(f"{script}:3", *drawn_rows.DRAWING) == f"{script}:2"
+    assert lines.nearest(f"{script}:1", *drawn_rows.DRAWING) == f"{script}:1"
+    other = tmp_path / "other.py"
+    other.write_text("loader = DataLoader(rows, shuffle=True)\n")
+    assert lines.nearest(f"{other}:1", *drawn_rows.DRAWING) == f"{other}:1"
 
 
 def test_names_of_a_rank_are_those_that_come_from_one() -> None:

@@ -2,7 +2,6 @@
 
 import socket
 import sys
-import weakref
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,59 +15,56 @@ from rehearsals import FSDP1, FSDP2, rehearsed, yaml_file
 
 from accel_fsdp.config import JobConfig, read_config
 from accel_fsdp.hardware import host
-from accel_fsdp.ranks import HeldUnit, Holding, RankEvent, drawn_rows, gradients, measure, observing, read, script
-from accel_fsdp.rehearsal import blame, effects, job, mistakes, own_script, replicas, verdict
+from accel_fsdp.ranks import HeldUnit, Holding, RankEvent, measure, observing, read, script
+from accel_fsdp.ranks.steps import ObservedSteps
+from accel_fsdp.rehearsal import blame, job, mistakes, own_script, verdict
 from accel_fsdp.rehearsal.job import Outcome
 
 RIGHT = ROOT / "tests/rehearsal/right.py"
-WITHOUT_STRATEGY = {key: value for key, value in FSDP1.items() if key != "fsdp_sharding_strategy"}
-BY_YAML = {
-    "wrong layer class": (
-        FSDP1 | {"fsdp_transformer_layer_cls_to_wrap": "LlamaLayer"},
-        "Could not find",
-        "cls_to_wrap",
-    ),
-    "misspelt key": (FSDP1 | {"fsdp_shardign_strategy": 2}, "AF1", "fsdp_shardign_strategy"),
-    "key of the other version, which changes the strategy": (
-        WITHOUT_STRATEGY | {"fsdp_reshard_after_forward": "SHARD_GRAD_OP"},
-        "AF302",
-        "fsdp_reshard_after_forward",
-    ),
-    "SIZE_BASED_WRAP under FSDP2": (
-        FSDP2 | {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"},
-        "AF",
-        "fsdp_auto_wrap_policy",
-    ),
-}
 
 
-@pytest.mark.parametrize("name", BY_YAML)
-def test_of_the_yaml(name: str, tiny_model: Path, tmp_path: Path) -> None:
-    fsdp, message, key = BY_YAML[name]
+def test_a_wrong_layer_class_names_its_key(tiny_model: Path, tmp_path: Path) -> None:
+    fsdp = FSDP1 | {"fsdp_transformer_layer_cls_to_wrap": "LlamaLayer"}
     failed = rehearsed(yaml_file(tmp_path, fsdp), RIGHT, "plain", tiny_model)
     assert not failed["passed"]
-    assert message in failed["said"]
-    assert key in failed["key"]
+    assert "Could not find" in failed["said"]
+    assert failed["key"] == "fsdp_transformer_layer_cls_to_wrap"
 
 
-def mistakes_of(*events: tuple[str, dict[str, Any]]) -> list[str]:
-    """The mistakes of a script of two ranks, of which each told the first event, or one told each."""
-    others = [] if events[0][0] == "trained" else [trained()]
-    event_rows = [
-        (0, *events[0]),
-        (1, *events[-1]),
-        *((rank, *event) for event in [("began", {}), *others] for rank in (0, 1)),
-    ]
-    return [
-        event.what
-        for event in mistakes.find([RankEvent(rank, 0.0, kind, content) for rank, kind, content in event_rows])
-    ]
+def told(rank: int, kind: str, **content: Any) -> RankEvent:
+    return RankEvent(rank, 0.0, kind, content)
 
 
-def trained(**values: int | bool) -> tuple[str, dict[str, Any]]:
-    """What a rank told at its end."""
-    counts = {"optimizers": 1, "backwards": 2, "steps": 2, "common_steps": 2, "kept": False, "not_numbers": 0}
-    return "trained", {**counts, "backward_line": "", "hidden_at": "", **values}
+def step(rank: int = 0, **values: Any) -> RankEvent:
+    """The record of a step."""
+    content = {"optimizer": 0, "is_common": True, "is_copy": False, "line": "", "made_at": "mine.py:1", "moved_at": ""}
+    content |= {"backwards": 0, "passes": [], "groups": [], "states": True, "evaluating": False, "loaded_at": ""}
+    return told(rank, "step", **content | {"strange": 0, "missing": 0} | values)
+
+
+def trained(rank: int = 0, **values: Any) -> RankEvent:
+    """The record of a rank's end."""
+    content = {"optimizers": 1, "backwards": 2, "steps": 2, "common_steps": 2, "kept": False}
+    content |= {"strange": 0, "models": [], "schedules": [], "batches": [0, 0]}
+    lines = dict.fromkeys(("nan_to_num", ".eval()", "requires_grad", "add_param_group"), "")
+    return told(rank, "trained", **content | {"backward_line": "", "lines": lines} | values)
+
+
+def model(**values: Any) -> dict[str, Any]:
+    sums = {"head": [0.1, 1.0], "body": [0.1, 1.0], "norm": [0.1, 1.0]}
+    content = {"number": 0, "is_copy": True, "last": sums, "end": sums, "unfrozen": [], "left": [], "changed": []}
+    return content | values
+
+
+def mistakes_of(*events: RankEvent) -> list[str]:
+    """The mistakes of a script of two ranks; of which both ended if the events don't say otherwise."""
+    ended = [trained(rank) for rank in (0, 1) if not any(event.kind == "trained" for event in events)]
+    began = [told(rank, "began") for rank in (0, 1)]
+    return [failure.what for failure in mistakes.find([*began, *events, *ended])]
+
+
+def both(*makes: Callable[[int], RankEvent]) -> list[RankEvent]:
+    return [make(rank) for rank in (0, 1) for make in makes]
 
 
 def test_the_last_lines_of_a_script_are_few_and_short() -> None:
@@ -100,34 +96,53 @@ def test_lines_of_no_file_are_not_the_scripts(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_gradients_alone_may_be_what_a_script_wants() -> None:
-    none = {"steps": 0, "common_steps": 0}
-    assert mistakes_of(trained(**none, kept=True))
-    assert not mistakes_of(trained(**none, kept=True, optimizers=0))  # as for maps of what a model looks at
-    assert not mistakes_of(trained(**none, kept=False))  # updated by hand, or loaded
-    assert not mistakes_of(trained())
+    def is_reported(**values: Any) -> bool:
+        return bool(mistakes_of(*(trained(rank, **{"steps": 0, "common_steps": 0, **values}) for rank in (0, 1))))
+
+    assert is_reported(kept=True)
+    assert not is_reported(kept=True, optimizers=0)  # as for maps of what a model looks at
+    assert not is_reported(kept=False)  # updated by hand, or loaded
+    assert not mistakes_of(trained(), trained(1))
 
 
 def test_weights_may_be_left_out_of_optimizers_on_purpose() -> None:
-    def is_reported(count: int, trained: tuple[str, ...] = (), thawed: tuple[str, ...] = ()) -> bool:
-        content = {"kept": ["head"], "trained": list(trained), "thawed": list(thawed), "count": count}
-        content |= {"strange": 0, "added_at": ""}
-        return bool(list(effects.mistakes([RankEvent(0, 0.0, "uncovered", content)])))
+    def is_reported(end: int = 3, **values: Any) -> bool:
+        sums = {name: [0.1, 1.0] for name in ("head", "body", "norm")[:end]}
+        models = [model(left=["head"], end=sums, last=sums), model(**{"end": sums, "last": sums, **values})]
+        return bool(mistakes_of(step(0), step(1), *(trained(rank, models=[models[rank]]) for rank in (0, 1))))
 
-    assert is_reported(3)
+    assert is_reported()
     assert not is_reported(2)  # a head alone is trained
-    assert is_reported(2, thawed=("head",))
-    assert not is_reported(3, trained=("head",))  # on another rank
+    assert is_reported(2, unfrozen=["head"])
+    assert not is_reported(changed=["head"])  # on another rank
 
 
-def test_a_loss_may_be_nan_where_a_batch_has_no_labels() -> None:
-    def is_reported(passes: int, hidden: int, in_a_row: int) -> bool:
-        content = {"passes": passes, "hidden": hidden, "in_a_row": in_a_row, "by": "where", "line": ""}
-        return bool(list(effects.mistakes([RankEvent(0, 0.0, "hidden-nan", content)])))
+def test_gradients_may_be_0_where_a_batch_has_no_labels() -> None:
+    def is_reported(*norms: float) -> bool:
+        return bool(mistakes_of(*(step(rank, gradients=norm) for norm in norms for rank in (0, 1))))
 
-    assert is_reported(20, 3, 3)
-    assert is_reported(4, 2, 0)
-    assert not is_reported(2, 1, 1)
-    assert not is_reported(20, 6, 2)
+    assert is_reported(*[1.0] * 17, *[0.0] * 3)
+    assert is_reported(0.0, 1.0, 0.0, 1.0)
+    assert not is_reported(1.0, 0.0)
+    assert not is_reported(*[1.0, 0.0, 1.0] * 6)
+    assert not mistakes_of(*(step(rank, gradients=float(rank)) for _ in range(4) for rank in (0, 1)))
+
+
+def test_evaluation_mode_may_be_another_models() -> None:
+    def is_reported(*modes: bool) -> list[str]:
+        return mistakes_of(*(step(rank, evaluating=mode) for mode in modes for rank in (0, 1)))
+
+    assert is_reported(False, True, True) == [
+        "steps 2 to 3 train in evaluation mode, without dropout, and those before in training mode"
+    ]
+    assert not is_reported(False, True, False, True)  # as in a GAN
+
+
+def test_an_optimizer_that_was_loaded_has_its_states() -> None:
+    loaded = told(0, "loaded", path="checkpoint-2", optimizer=True, line="mine.py:7")
+    assert "checkpoint-2 was loaded" in mistakes_of(loaded, step(states=False), step())[0]
+    assert not mistakes_of(loaded, step(), step())
+    assert not mistakes_of(loaded, step(states=False), step(states=False))  # as SGD
 
 
 Clears = Callable[[list[torch.optim.Optimizer], list[torch.nn.Module]], object]
@@ -149,25 +164,27 @@ def test_gradients_may_be_cleared_in_many_ways(
 ) -> None:
     """Two batches make a step, and another optimizer steps with the same models in turn."""
     monkeypatch.setenv("ACCEL_FSDP_EVENTS", str(tmp_path))
-    observed = gradients.ObservedGradients()
+    observed = ObservedSteps(lambda: None)
     clears, is_kept = CLEARED[how]
     models: list[torch.nn.Module] = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
     optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    for step in range(3):
-        if late and step:
+    for optimizer in optimizers:
+        observed._on_optimizer(optimizer)
+    for number in range(3):
+        if late and number:
             clears(optimizers, models)
         for _ in range(2):
             loss = models[1](models[0](torch.ones(2))).square().sum()
             observed.before_backward()
             loss.backward()
-            observed.ran_backward()
-        for optimizer in optimizers[: 2 - step % 2]:
+            observed.ran_backward(models)
+        for optimizer in optimizers[: 2 - number % 2]:
             observed.before_step(optimizer)
             optimizer.step()
         if not late:
             clears(optimizers, models)
-    first = [event.content["kept"] for event in read(tmp_path) if event.content["step"] == 2][:1]
-    assert first == [is_kept]
+    first = [event for event in read(tmp_path) if event.content["optimizer"] == 0]
+    assert bool(mistakes_of(*first)) == is_kept
 
 
 @pytest.mark.parametrize(
@@ -185,22 +202,22 @@ def test_gradients_may_be_kept_over_epochs(
 ) -> None:
     """Of epochs of five batches."""
     monkeypatch.setenv("ACCEL_FSDP_EVENTS", str(tmp_path))
-    rows = drawn_rows.ObservedRows()
-    observed, loader = gradients.LeftoverGradients(rows), drawn_rows._Loader()
+    epoch = [7, 0]
+    observed = ObservedSteps(lambda: list(epoch))
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
+    observed._on_optimizer(optimizer)
     for number in range(1, 11):
-        if number % 5 == 1:
-            rows.last = drawn_rows._Pass(loader, weakref.ref(weight), drawn_rows.DrawnRows("", ""))
+        epoch[1] += number % 5 == 1
         observed.before_backward()
         weight.square().sum().backward()
-        observed.ran_backward()
+        observed.ran_backward([])
         if number in steps:
             observed.before_step(optimizer)
             optimizer.step()
         if number in (*steps, *cleared):
             optimizer.zero_grad()
-    assert bool(read(tmp_path)) == is_left
+    assert bool(mistakes_of(*read(tmp_path))) == is_left
 
 
 def test_ranks_that_run_other_units_are_told_before_backward_hangs() -> None:
@@ -220,66 +237,52 @@ def test_ranks_that_run_other_units_are_told_before_backward_hangs() -> None:
 
 
 def test_rates_that_part_later_are_the_schedules() -> None:
-    def settings(rank: int, step: int, rate: float) -> RankEvent:
-        groups, lines = [{"lr": [rate]}], {"line": "mine.py:1", "moved_at": "mine.py:2"}
-        return RankEvent(rank, 0.0, "settings", {"step": step, "groups": groups, **lines})
+    def steps(rank: int, *rates: float) -> list[RankEvent]:
+        return [step(rank, groups=[{"lr": [rate]}], moved_at="mine.py:2") for rate in rates]
 
-    apart = [settings(0, 2, 0.1), settings(1, 2, 0.2)]
-    (made,), (moved,) = (
-        [mistake.line for mistake in mistakes.find(events)]
-        for events in (apart, [settings(0, 1, 0.1), settings(1, 1, 0.1), *apart])
-    )
+    apart, later = [*steps(0, 0.1), *steps(1, 0.2)], [*steps(0, 0.1, 0.1), *steps(1, 0.1, 0.2)]
+    (made,), (moved,) = ([mistake.line for mistake in mistakes.find(events)] for events in (apart, later))
     assert (made, moved) == ("mine.py:1", "mine.py:2")
 
 
 def test_copies_may_part_for_a_while() -> None:
-    def is_reported(last: float, end: float, *more: str) -> bool:
-        def sums(values: tuple[float, float]) -> dict[str, Any]:
-            kinds = {kind: {"head": [value, 1.0]} for kind, value in zip(("last", "end"), values, strict=True)}
-            return {"number": 1, "unfrozen": [], "unfrozen_at": "", "backward_line": "", **kinds}
-
-        both = [(rank, "copies", sums(values)) for rank, values in enumerate([(0.1, 0.1), (last, end)])]
-        others = [(rank, kind, {}) for rank in (0, 1) for kind in ("began", *more)]
-        return bool(list(replicas.mistakes([RankEvent(rank, 0.0, *event) for rank, *event in both + others])))
+    def is_reported(last: float, end: float, *more: RankEvent) -> bool:
+        models = [model(), model(last={"head": [last, 1.0]}, end={"head": [end, 1.0]})]
+        return bool(mistakes_of(*more, *(trained(rank, models=[models[rank]]) for rank in (0, 1))))
 
     assert is_reported(0.2, 0.2)
     assert not is_reported(0.1, 0.2)  # a rank that loads its best weights, to evaluate them
     assert not is_reported(0.2, 0.1)  # one that had fewer batches, to which DDP's join sends the weights
-    assert not is_reported(0.2, 0.2, "combines")
+    assert not is_reported(0.2, 0.2, told(0, "combines"))
+
+
+def test_how_copies_part() -> None:
+    def parting(first: dict[str, Any], other: dict[str, Any], **values: Any) -> str:
+        models = [model(**values), model(last={"head": [0.2, 1.0]}, end={"head": [0.2, 1.0]})]
+        steps = [step(rank, is_copy=True, **how) for rank, how in enumerate((first, other))]
+        return mistakes_of(*steps, *(trained(rank, models=[models[rank]]) for rank in (0, 1)))[0]
+
+    one, two = {"since": 1.0, "before": 1.0}, {"since": 1.0, "before": 2.0}
+    assert parting({"backwards": 1}, {"backwards": 2}).startswith("the ranks step at different batches: step 1 comes")
+    assert parting(one, two).startswith("before the first step rank 1 alone changes its weights: ranks 0 and 1 end")
+    assert parting(one, one).startswith("step 1 changes weights differently")
+    assert parting(one, one, unfrozen=["head"]).startswith("head was frozen when DistributedDataParallel wrapped")
 
 
 def test_a_rank_may_have_a_model_of_its_own() -> None:
-    assert mistakes_of(trained(), trained(common_steps=1))
-    assert not mistakes_of(trained(steps=5, backwards=5), trained())
+    assert mistakes_of(trained(), trained(1, common_steps=1))
+    assert not mistakes_of(trained(steps=5, backwards=5), trained(1))
 
 
 def test_ranks_that_hang_may_still_have_stepped_apart() -> None:
-    def losses(*steps: int) -> list[tuple[str, dict[str, Any]]]:
-        return [("loss", {"value": 1.0, "step": step}) for step in steps]
+    def is_reported(ours: tuple[int, ...], theirs: tuple[int, ...]) -> list[str]:
+        losses = [told(rank, "loss", value=1.0, step=number) for rank, of in enumerate((ours, theirs)) for number in of]
+        return [failure.what for failure in mistakes.find([told(0, "began"), told(1, "began"), *losses])]
 
-    def is_reported(ours: list[tuple[str, dict[str, Any]]], theirs: list[tuple[str, dict[str, Any]]]) -> list[str]:
-        began = [("began", {})]
-        both = [(rank, *event) for rank, several in enumerate((ours, theirs)) for event in began + several]
-        return [mistake.what for mistake in mistakes.find([RankEvent(rank, 0.0, *event) for rank, *event in both])]
-
-    assert is_reported(losses(1, 2), losses(1, 1))
-    assert not is_reported(losses(1, 2), losses(1, 2))
-    assert not is_reported(losses(1, 2), losses(1))  # which hangs in its second backward
-    assert not is_reported(losses(1, 1, 2), losses(1, 2))  # rank 0 has a model of its own
-
-
-def begun(total: float | None, ranks: tuple[int, ...] = (0, 1)) -> tuple[str, dict[str, Any]]:
-    """What a rank told of the one weight that it began with."""
-    sums = None if total is None else [total, 1.0]
-    return "begun", {"units": [{"ranks": list(ranks), "weights": [["lm_head.weight", sums]]}], "line": ""}
-
-
-def test_weights_that_are_loaded_later_may_begin_apart() -> None:
-    assert mistakes_of(begun(1), begun(2))
-    assert not mistakes_of(begun(1), begun(1))
-    assert not mistakes_of(begun(1), begun(1 + 1e-6))  # rounded elsewhere
-    assert not mistakes_of(begun(1), begun(None))  # rank 0 sent its own
-    assert not mistakes_of(begun(1, (0,)), begun(2, (1,)))  # experts: each rank has others
+    assert is_reported((1, 2), (1, 1))
+    assert not is_reported((1, 2), (1, 2))
+    assert not is_reported((1, 2), (1,))  # which hangs in its second backward
+    assert not is_reported((1, 1, 2), (1, 2))  # rank 0 has a model of its own
 
 
 def test_a_taken_port_is_not_the_scripts_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,15 +331,6 @@ def test_a_loop_without_an_end_is_named_where_time_is_over() -> None:
     assert blame.of_hang(replace(job.hang_of(slow), in_time=False), slow).key == "--timeout"
 
 
-def test_errors_that_all_ranks_skip_or_that_end_the_script_are_its_own_affair() -> None:
-    raised = "raised", {"error": "RuntimeError: out of memory", "line": "mine.py:7"}
-    assert mistakes_of(raised, ("loss", {"value": 1.0, "step": 1}))
-    assert not mistakes_of(raised)
-    failed = RankEvent(0, 2.0, "failed", {"follows": ["ValueError: no step", raised[1]["error"]]})
-    events = [RankEvent(0, 1.0, *raised), failed, *(RankEvent(rank, 0.0, "began", {}) for rank in (0, 1))]
-    assert not list(mistakes.find(events))
-
-
 def test_the_end_of_a_long_output_begins_at_a_line() -> None:
     lines = [f"line {number}" for number in range(1000)]
     tail = Outcome(1, [], "\n".join(lines)).tail
@@ -359,7 +353,7 @@ def test_an_observers_error_ends_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     assert Owner().act() == 3
     observing.events.report("settings", rate=torch.tensor(0.5))
     *errors, settings = [event.content for event in read(tmp_path)]
-    assert [error["why"] for error in errors] == ["TypeError: odd value"] * 2
+    assert [error["why"] for error in errors] == ["TypeError: odd value"]
     assert settings == {"rate": 0.5}
 
 

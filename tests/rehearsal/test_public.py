@@ -12,27 +12,6 @@ from accel_fsdp import ranks
 HERE = ROOT / "tests/rehearsal"
 
 
-def test_a_training_step_that_does_not_divide(tiny_model: Path, tmp_path: Path) -> None:
-    """Trainer counts the micro-batches of a step in its own arguments, not in Accelerate's."""
-    script = HERE / "with_trainer.py"
-    step = rehearsed(yaml_file(tmp_path, {}), script, tiny_model, tmp_path / "saved", "undivided")
-    message = "losses are not divided by gradient_accumulation_steps: gradients are 2 times those of the mean"
-    assert (step["passed"], step["said"]) == (False, message)
-    assert step["line"].endswith(f"with_trainer.py:{_line_of(script, 'loss.backward()')}")
-
-
-def test_a_trainers_own_loader_that_is_not_prepared(tiny_model: Path, tmp_path: Path) -> None:
-    script = HERE / "with_trainer.py"
-    step = rehearsed(yaml_file(tmp_path, {}), script, tiny_model, tmp_path / "saved", "loader")
-    assert (step["passed"], step["said"]) == (False, "all 2 ranks train on the same rows")
-    assert step["line"].endswith(f"with_trainer.py:{_line_of(script, 'return torch.utils.data.DataLoader')}")
-    assert "return self.accelerator.prepare(" in step["fix"]
-
-
-def _line_of(script: Path, text: str) -> int:
-    return next(number for number, line in enumerate(script.read_text().splitlines(), 1) if text in line)
-
-
 @pytest.mark.slow
 def test_trainer_in_bf16(tiny_model: Path, tmp_path: Path) -> None:
     """It runs where no GPU has bf16; `save_model` writes nothing of shards, which the key decides."""
@@ -73,10 +52,9 @@ def test_a_reference_model_is_not_what_trains(tmp_path: Path) -> None:
     script.write_text(REFERENCE)
     done = run([sys.executable, "-m", "accel_fsdp.ranks", script], ACCEL_FSDP_EVENTS=str(tmp_path), RANK="0")
     assert done.code == 0, done.output
-    optimizers = [event.content for event in ranks.read(tmp_path) if event.kind == "optimizer"]
-    (optimizer,) = optimizers
-    assert (optimizer["model"], optimizer["missing"], optimizer["strange"]) == ("Linear", 0, 0)
-    assert "optim" in REFERENCE.splitlines()[int(optimizer["line"].rpartition(":")[2]) - 1]
+    (step,) = [event.content for event in ranks.read(tmp_path) if event.kind == "step"]
+    assert (step["missing"], step["strange"]) == (0, 0)
+    assert "optim" in REFERENCE.splitlines()[int(step["made_at"].rpartition(":")[2]) - 1]
 
 
 MISTAKEN = """
