@@ -13,9 +13,9 @@ from accel_fsdp.config import SCRIPT, JobConfig, header, read_config
 from accel_fsdp.errors import UsageError, UserError, joined, require
 from accel_fsdp.linter import LintOptions, completed, lint, read_launch
 from accel_fsdp.rehearsal import janitor, prepare, scaled, warm
-from accel_fsdp.rehearsal.blame import Failure
+from accel_fsdp.rehearsal.blame import Failure, of_outcome
 from accel_fsdp.rehearsal.flags import RehearseCommand
-from accel_fsdp.rehearsal.job import Rehearsed
+from accel_fsdp.rehearsal.job import CallFailed, Rehearsed
 from accel_fsdp.rehearsal.own_script import OwnRehearsal
 from accel_fsdp.rehearsal.report import Proof, Report, StepResult, conclude, left_out, show
 from accel_fsdp.rehearsal.steps import SftRehearsal
@@ -152,10 +152,13 @@ def _step_result(name: str, action: Action) -> StepResult:
     try:
         with console.waiting(name):
             proof = action()
-    except Failure as failed:
-        took = time.monotonic() - began
-        return StepResult(name, False, took, failed.what, failed.key, failed.line, failed.fix, failed.output)
+        proof = Proof(proof) if isinstance(proof, str) else proof
+        return StepResult(name, True, time.monotonic() - began, proof.sentence, output=proof.output)
     except UserError as error:
-        return StepResult(name, False, time.monotonic() - began, f"{error.what}: {error.why}", fix=error.fix)
-    proof = Proof(proof) if isinstance(proof, str) else proof
-    return StepResult(name, True, time.monotonic() - began, proof.sentence, output=proof.output)
+        failure = Failure(f"{error.what}: {error.why}", fix=error.fix)
+    except CallFailed as error:
+        failure = of_outcome(error.outcome)
+    except Failure as error:
+        failure = error
+    took = time.monotonic() - began
+    return StepResult(name, False, took, failure.what, failure.key, failure.line, failure.fix, failure.output)

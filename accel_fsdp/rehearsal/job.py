@@ -7,17 +7,17 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
-import psutil
 import yaml
 
 from accel_fsdp import ranks
 from accel_fsdp.config import Engine, JobConfig
+from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import host
 from accel_fsdp.launch import child_process, launcher, python_child
 from accel_fsdp.ranks import Holding, Location, RankEvent
@@ -26,6 +26,7 @@ from accel_fsdp.rehearsal.scaled import machines_of
 from accel_fsdp.waiting import comes_true
 
 Process: TypeAlias = "subprocess.Popen[bytes] | BaseProcess"
+Answer = TypeVar("Answer")
 RANK = "accel_fsdp.ranks"
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 1.0
@@ -96,6 +97,14 @@ class Outcome:
         return tail.partition("\n")[2] or tail if len(self.output) > TAIL_LETTERS else tail
 
 
+class CallFailed(Exception):
+    """A function in a process of its own didn't return; the `outcome` says why."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.tail)
+        self.outcome = outcome
+
+
 @dataclass(frozen=True)
 class Rehearsed:
     """The settings of all launches of a rehearsal. `folder` is the janitor's, and a launch may take `seconds`.
@@ -120,8 +129,7 @@ class Rehearsed:
         for attempt in range(ATTEMPTS):
             attempt_name = f"{name}-{attempt}" if attempt else name
             variables_of = environments(job, self.folder / f"{name}.yaml", self.script)
-            all_variables = [hold | variables for variables in variables_of]
-            outcome = self._run(attempt_name, RANK, [str(self.script), *words], all_variables)
+            outcome = self._run(attempt_name, [str(self.script), *words], [hold | place for place in variables_of])
             if not _is_port_taken(outcome, variables_of[0].get("MASTER_PORT", "")):
                 break
         return outcome
@@ -134,11 +142,29 @@ class Rehearsed:
         folder.mkdir()
         return {ranks.RECORDS: str(folder)}
 
-    def python(self, name: str, module: str, words: Sequence[str], **environment: str) -> Outcome:
-        """Runs a module with these words in a new process."""
-        return self._run(name, module, words, [environment])
+    def call(self, name: str, function: Callable[..., Answer], *arguments: Any, **environment: str) -> Answer:
+        """What a function of a module returns in a new process.
 
-    def _run(self, name: str, module: str, words: Sequence[str], environments: Sequence[Mapping[str, str]]) -> Outcome:
+        Raises:
+            UserError: that of the function. CallFailed: it raised another error, ended its process, or took too long.
+        """
+        log = self.folder / f"{name}.log"
+        log.touch()
+        process, answers = warm.call(function, arguments, {**os.environ, **environment}, log)
+        try:
+            if not answers.poll(self.seconds):
+                raise CallFailed(Outcome(None, [], log.read_text(errors="replace"), Hang({}, in_time=False)))
+            answer: Answer | UserError = answers.recv()
+        except EOFError:
+            process.join()
+            raise CallFailed(Outcome(process.exitcode, [], log.read_text(errors="replace"))) from None
+        finally:
+            _kill([process])
+        if isinstance(answer, UserError):
+            raise answer
+        return answer
+
+    def _run(self, name: str, words: Sequence[str], environments: Sequence[Mapping[str, str]]) -> Outcome:
         folder, output = self.folder / f"{name}.events", self.folder / f"{name}.log"
         stdout = self.folder / f"{name}.stdout" if self.cold else output
         folder.mkdir()
@@ -146,9 +172,7 @@ class Rehearsed:
         started: list[Process] = []
         try:
             for number, environment in enumerate(environments):
-                started.append(
-                    self._start(module, words, {**common, **environment}, output, output if number else stdout)
-                )
+                started.append(self._start(words, {**common, **environment}, output, output if number else stdout))
             code, hang = self._wait(started, folder)
         finally:
             _kill(started)
@@ -157,14 +181,12 @@ class Rehearsed:
         events = [*ranks.read(folder), *ranks.aborted(folder, self.script)]
         return Outcome(code, events, printed + text, hang, printed)
 
-    def _start(
-        self, module: str, words: Sequence[str], environment: Mapping[str, str], output: Path, stdout: Path
-    ) -> Process:
+    def _start(self, words: Sequence[str], environment: Mapping[str, str], output: Path, stdout: Path) -> Process:
         if not self.cold:
-            return warm.start(module, words, environment, output)
+            return warm.start(RANK, words, environment, output)
         with open(stdout, "ab") as printed, open(output, "ab") as log:
             return subprocess.Popen(
-                python_child.module(module, *words),
+                python_child.module(RANK, *words),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
@@ -274,9 +296,7 @@ def left_alone(events: Sequence[RankEvent]) -> Hang | None:
 
 def _kill(started: Sequence[Process]) -> None:
     for process in started:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            parent = psutil.Process(process.pid)
-            for child in (*parent.children(recursive=True), parent):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        process.kill()  # it may not lead its group yet
         process.wait() if isinstance(process, subprocess.Popen) else process.join()

@@ -12,7 +12,7 @@ from accel_fsdp.checkpoints import file_names
 from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.job import Layout, from_arguments
-from accel_fsdp.models import catalogue, parallel_plans, read_config
+from accel_fsdp.models import catalogue, parallel_plans, read_config, read_tokenizer
 from accel_fsdp.models.shrink import SmallModel, shrink
 from accel_fsdp.rehearsal import hub_rows, rows
 from accel_fsdp.rehearsal.job import Rehearsed
@@ -53,13 +53,27 @@ def prepare(
         UserError: the model can't be read or isn't named, the mesh doesn't divide it, or the data doesn't fit the
             arguments.
     """
-    folder = launcher.folder
+    rows_read, why = _rows_of_hub(command_line.parse_command_line(words), launcher)
+    return launcher.call("small", _prepare, job, model, words, launcher.folder, real, layout, rows_read, why)
+
+
+def _prepare(
+    job: JobConfig,
+    model: str | None,
+    words: tuple[str, ...],
+    folder: Path,
+    real: Layout,
+    layout: Layout,
+    rows_read: rows.Rows | None,
+    why: str,
+) -> Prepared:
+    """Runs in a process that has the libraries."""
     source, origin = _source(job, model, folder)
     _check_mesh(real, source, words)
     divisors = parallel_plans.divisors(layout.sizes) if layout.is_by_transformers else {}
     small = shrink(source, folder / "model", divisors)
     _check_mesh(layout, str(small.folder), words)
-    small_rows, why = _rows(command_line.parse_command_line(words), launcher, _has_chat_template(small.folder))
+    small_rows = rows_read or _rows(command_line.parse_command_line(words), folder, why, small.folder)
     _turn_off_dropout(small.folder)
     job, changes = with_smaller_units(job, *small.layer_parameters)
     units = "by size" if by_size(job) else f"of {', '.join(small.layer_classes)}"
@@ -78,28 +92,29 @@ def _check_mesh(layout: Layout, model: str, words: tuple[str, ...]) -> None:
         mesh.check_on(layout, read_config(model), from_arguments.recipe_of(arguments).method, targets)
 
 
-def _rows(arguments: Mapping[str, Any], launcher: Rehearsed, chats: bool) -> tuple[rows.Rows, str]:
-    """The first rows of the data that the arguments name, else made-up rows and the reason."""
-    dataset, config_name = _text(arguments, "dataset_name"), _text(arguments, "dataset_config")
-    split = _text(arguments, "dataset_train_split") or "train"
-    folder = launcher.folder / "rows"
-    why = ""
-    if dataset is not None and not Path(dataset).exists():
-        why = _from_hub(launcher, dataset, config_name, split, folder)
-        if not why:
-            return rows.Rows(folder, "cut"), ""
-        dataset = None
-    return rows.cut(dataset, folder, split, config_name=config_name, chats=chats), why
+def _rows(arguments: Mapping[str, Any], folder: Path, why: str, model: Path) -> rows.Rows:
+    """The first rows of the file or folder that the arguments name, else made-up ones."""
+    dataset = None if why else _text(arguments, "dataset_name")
+    chats = bool(read_tokenizer(str(model)).chat_template)
+    return rows.cut(dataset, folder / "rows", *_part_of(arguments), chats=chats)
 
 
-def _from_hub(launcher: Rehearsed, dataset: str, config_name: str | None, split: str, folder: Path) -> str:
-    """Fetches rows from the hub or a cache; returns why they have to be made up, empty on success."""
+def _part_of(arguments: Mapping[str, Any]) -> tuple[str, str | None]:
+    """The split and the configuration of the data set."""
+    return _text(arguments, "dataset_train_split") or "train", _text(arguments, "dataset_config")
+
+
+def _rows_of_hub(arguments: Mapping[str, Any], launcher: Rehearsed) -> tuple[rows.Rows | None, str]:
+    """Rows from the hub or a cache, and why they have to be made up: both empty if no data set of the hub is named."""
+    dataset, folder = _text(arguments, "dataset_name"), launcher.folder / "rows"
+    if dataset is None or Path(dataset).exists():
+        return None, ""
     try:
         load.check_name(dataset)
     except UserError:
-        return f"{dataset} isn't here: {Path(dataset).absolute()}"
-    why = hub_rows.fetch(launcher, dataset, config_name, split, folder)
-    return why and f"{dataset} can't be read: {why}"
+        return None, f"{dataset} isn't here: {Path(dataset).absolute()}"
+    why = hub_rows.fetch(launcher, dataset, *_part_of(arguments), folder)
+    return (None, f"{dataset} can't be read: {why}") if why else (rows.Rows(folder, "cut"), "")
 
 
 def _text(arguments: Mapping[str, Any], name: str) -> str | None:
@@ -145,12 +160,6 @@ def _config_folder(config: Mapping[str, Any], place: Path) -> str:
     place.mkdir()
     (place / file_names.CONFIG).write_text(json.dumps(config), encoding="utf-8")
     return str(place)
-
-
-def _has_chat_template(folder: Path) -> bool:
-    from accel_fsdp.models import read_tokenizer
-
-    return bool(read_tokenizer(str(folder)).chat_template)
 
 
 def _turn_off_dropout(folder: Path) -> None:

@@ -1,12 +1,11 @@
-"""Exports a checkpoint, then loads two exported folders; writes the logits' largest difference, and the largest."""
+"""Exports a checkpoint, and compares what two exported folders compute."""
 
-import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_fsdp import command_line, untrusted_files
-from accel_fsdp.errors import guard
+from accel_fsdp import command_line, exporter, untrusted_files
 
 if TYPE_CHECKING:
     import torch
@@ -14,15 +13,16 @@ if TYPE_CHECKING:
 TOKENS = 32
 
 
-def main() -> None:
-    """Runs `python -m accel_fsdp.rehearsal.reload RESULT ONE OTHER EXPORT-ARGUMENTS`."""
-    from accel_fsdp import exporter
+def difference(words: Sequence[str], one: Path, other: Path) -> tuple[float, float]:
+    """Runs `accel-fsdp export WORDS`; returns the largest difference of the logits of both folders, and the largest.
 
-    if code := exporter.run(command_line.parse("accel-fsdp export", exporter.ExportCommand, sys.argv[4:])):
+    Raises:
+        SystemExit: the export failed, which has printed why.
+    """
+    if code := exporter.run(command_line.parse("accel-fsdp export", exporter.ExportCommand, [*words])):
         sys.exit(code)
-    first, second = (_logits(folder) for folder in sys.argv[2:4])
-    numbers = [float((first - second).abs().max()), float(second.abs().max())]
-    Path(sys.argv[1]).write_text(json.dumps(numbers), encoding="utf-8")
+    first, second = _logits(str(one)), _logits(str(other))
+    return float((first - second).abs().max()), float(second.abs().max())
 
 
 def _logits(folder: str) -> "torch.Tensor":
@@ -37,7 +37,3 @@ def _logits(folder: str) -> "torch.Tensor":
     with torch.inference_mode():
         logits: torch.Tensor = model(tokens).logits
     return logits.float()
-
-
-if __name__ == "__main__":
-    sys.exit(guard(main))

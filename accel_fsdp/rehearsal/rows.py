@@ -44,9 +44,9 @@ def cut(
     dataset: str | None,
     target: Path,
     split: str = "train",
+    config_name: str | None = None,
     *,
     count: int = COUNT,
-    config_name: str | None = None,
     chats: bool = True,
     from_hub: bool = False,
 ) -> Rows:

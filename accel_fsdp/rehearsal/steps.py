@@ -3,7 +3,8 @@
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 
 from accel_fsdp.checkpoints import completeness, file_names
 from accel_fsdp.config import EXPERT_FIELD, SCRIPT, Engine, JobConfig
-from accel_fsdp.rehearsal import mistakes, repeated, scaled, verdict
+from accel_fsdp.ranks import cpu
+from accel_fsdp.rehearsal import mistakes, reload, repeated, scaled, verdict
 from accel_fsdp.rehearsal.blame import Failure, judge, of_outcome
 from accel_fsdp.rehearsal.job import Outcome, Rehearsed
 from accel_fsdp.rehearsal.prepare import Prepared
@@ -25,7 +27,6 @@ ROUNDED = 2e-2
 """The tolerance of both in 16 bits, after updates at a rehearsal's rate: each layer and norm rounds to 3 digits."""
 WRITTEN: Mapping[str, str] = {"max_steps": "2", "save_strategy": "no", "learning_rate": "1e-8"}
 """Arguments in the YAML's precision; at this rate weights hardly change, so the second loss has not collapsed."""
-READS = "accel_fsdp.rehearsal.read_arguments"
 ALONE = "alone"
 """The run in one process."""
 
@@ -84,9 +85,7 @@ class SftRehearsal:
         """Reads all of the user's arguments as the real job would; later steps replace some of them."""
         places = (word for name, value in self._places("read").items() for word in (f"--{name}", value))
         words = [*readable(self.given), *places]
-        outcome = self.launcher.python("read", READS, words, ACCELERATE_MIXED_PRECISION=self.precision)
-        if outcome.code:
-            raise of_outcome(outcome)
+        self.launcher.call("read", _parse, words, ACCELERATE_MIXED_PRECISION=self.precision)
         flags = replaced(self.given)
         return f"{SCRIPT} takes them" + (f"; set or left out here: {', '.join(flags)}" if flags else "")
 
@@ -102,7 +101,8 @@ class SftRehearsal:
         checkpoint = self._output("run") / f"{file_names.CHECKPOINT}{SAVED}"
         words = self._words("run", self.ranks)
         outcome = self._launch("saved", self.in_float32, words, kill_after=checkpoint)
-        if flaw := completeness.flaw(checkpoint):
+        is_killed = outcome.code is None  # in a step after a complete checkpoint
+        if not is_killed and (flaw := self.launcher.call("complete", completeness.flaw, checkpoint)):
             raise Failure(f"{checkpoint.name} is not complete: {flaw}", output=outcome.tail)
         shutil.copytree(checkpoint, self._output(ALONE) / checkpoint.name)
         shutil.copytree(self._output("run"), self._output("killed"))
@@ -139,14 +139,10 @@ class SftRehearsal:
         Both in a new process.
         """
         out = self.launcher.folder / "exported"
-        compared = self.launcher.folder / "compared.json"
-        folders = [str(compared), *(str(self._output(name) / file_names.FINAL) for name in ("run", ALONE))]
+        folders = [self._output(name) / file_names.FINAL for name in ("run", ALONE)]
         words = [str(self._output("killed")), str(out), "--model", str(self.small.model.folder), "--verify", "load"]
-        merged = ["--merge-adapter"] if self.run.adapter else []
-        outcome = self.launcher.python("export", "accel_fsdp.rehearsal.reload", [*folders, *words, *merged])
-        if outcome.code:
-            raise Failure("the run can't be exported and loaded", output=outcome.tail)
-        difference, largest = json.loads(compared.read_text(encoding="utf-8"))
+        words += ["--merge-adapter"] if self.run.adapter else []
+        difference, largest = self.launcher.call("export", reload.difference, words, *folders)
         if difference > max(self.tolerance, EXACT_LOGITS) * max(largest, 1):
             raise Failure(f"logits differ by {difference:.2g} from those of one process, of up to {largest:.2g}")
         same = f"the logits of final/ are those of one process (apart by {difference:.1g} of {largest:.2g})"
@@ -185,6 +181,15 @@ class SftRehearsal:
         path = self._output(name) / f"{file_names.CHECKPOINT}{STEPS}" / file_names.TRAINER_STATE
         state = json.loads(path.read_text(encoding="utf-8"))
         return {entry["step"]: entry["loss"] for entry in state["log_history"] if "loss" in entry}
+
+
+def _parse(words: Sequence[str]) -> None:
+    """Parses the words as `train/sft.py` does on a rank."""
+    from accel_fsdp.training import arguments
+
+    cpu.begin_rank()
+    sys.argv = [SCRIPT, *words]
+    arguments.parse()
 
 
 def _compare_losses(losses: Mapping[int, float], alone: Mapping[int, float], steps: range, tolerance: float) -> str:

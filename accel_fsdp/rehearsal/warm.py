@@ -3,16 +3,19 @@
 A server imports them once and forks a process for each request (Python's own forkserver).
 """
 
-import contextlib
 import multiprocessing
 import os
 import random
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
+
+from accel_fsdp.errors import UserError
 
 PRELOAD = "accel_fsdp.rehearsal.preload"
 
@@ -39,14 +42,46 @@ def start_server(folder: Path) -> None:
 
 def start(module: str, words: Sequence[str], environment: Mapping[str, str], log: Path) -> BaseProcess:
     """Runs a module with these words in a new process and session; its output goes to `log`."""
-    context = multiprocessing.get_context("forkserver")
-    process = context.Process(target=_become, args=(module, list(words), dict(environment), str(log)))
+    return _start(_run_module, module, list(words), dict(environment), str(log))
+
+
+def call(
+    function: Callable[..., Any], arguments: Sequence[Any], environment: Mapping[str, str], log: Path
+) -> tuple[BaseProcess, Connection]:
+    """Calls a function of a module in such a process, which sends what it returns, or the UserError that it raises."""
+    receiver, sender = multiprocessing.get_context("forkserver").Pipe(duplex=False)
+    process = _start(_send_answer, sender, function, tuple(arguments), dict(environment), str(log))
+    sender.close()
+    return process, receiver
+
+
+def _start(target: Callable[..., None], *arguments: Any) -> BaseProcess:
+    process = multiprocessing.get_context("forkserver").Process(target=target, args=arguments)
     process.start()
     return process
 
 
-def _become(module: str, words: list[str], environment: dict[str, str], log: str) -> None:
-    """Turns the forked process into a Python that was started with this module."""
+def _run_module(module: str, words: list[str], environment: dict[str, str], log: str) -> None:
+    _begin(environment, log)
+    sys.argv = [module, *words]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _send_answer(
+    sender: Connection, function: Callable[..., Any], arguments: tuple[Any, ...], environment: dict[str, str], log: str
+) -> None:
+    _begin(environment, log)
+    try:
+        answer = function(*arguments)
+    except UserError as error:
+        answer = error
+    sender.send(answer)
+    sys.stderr.flush()
+    os._exit(0)  # threads of a stream from the hub may still wait
+
+
+def _begin(environment: dict[str, str], log: str) -> None:
+    """Turns the forked process into one that was started with this environment."""
     os.setsid()
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     for number in (1, 2):
@@ -57,22 +92,4 @@ def _become(module: str, words: list[str], environment: dict[str, str], log: str
     import numpy as np
 
     np.random.seed()
-    sys.argv = [module, *words]
     multiprocessing.set_start_method(None, force=True)  # Python's default: a forkserver's locks leave names
-    code = 1
-    try:
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-        code = 0
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-        if isinstance(ended.code, str):
-            sys.stderr.write(f"{ended.code}\n")
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(code)

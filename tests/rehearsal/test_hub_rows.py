@@ -102,7 +102,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
 def fetched(folder: Path, name: str, split: str = "train_sft") -> tuple[str, list[Any]]:
     """Why there are none, and the rows."""
     folder.mkdir()
-    why = hub_rows.fetch(Rehearsed(folder, folder), name, None, split, folder / "rows")
+    why = hub_rows.fetch(Rehearsed(folder, folder), name, split, None, folder / "rows")
     lines = [line for file in folder.glob("rows/data/*.jsonl") for line in file.read_text().splitlines()]
     return why, [json.loads(line) for line in lines]
 
