@@ -89,14 +89,11 @@ def _cut_per_layer(part: Part, depth: int, layer_numbers: Sequence[int]) -> None
 def keep_features(parts: Sequence[Part]) -> None:
     depths = [part.values[key] for part in parts if not part.main for key in part.keys(DEPTHS)]
     last = min(depths, default=0)
-    if last:
-        for part in parts:
-            for key, value in part.real.items():
-                if FEATURE_LAYERS.search(key) and value is not None:
-                    layers = [
-                        max(-last, min(layer, last - 1)) for layer in (value if isinstance(value, list) else [value])
-                    ]
-                    part.values[key] = layers if isinstance(value, list) else layers[0]
+    for part in parts if last else ():
+        for key, value in part.real.items():
+            if FEATURE_LAYERS.search(key) and value is not None:
+                layers = [max(-last, min(layer, last - 1)) for layer in (value if isinstance(value, list) else [value])]
+                part.values[key] = layers if isinstance(value, list) else layers[0]
 
 
 def kinds_of(model: "nn.Module", depth: int) -> list[Hashable]:

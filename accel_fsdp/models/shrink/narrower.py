@@ -15,7 +15,6 @@ MOST_HEADS_OF_ONE_GROUP = 8
 """The most heads of a small model with one key for all heads. Falcon has 71, which would make it wide."""
 EXPERTS, EXPERTS_USED, EXPERT_GROUPS = 8, 2, 2
 ROUNDED_TO = 16
-INDEX_HEADS = ("index_n_heads",)
 HEAD_WIDTHS = re.compile(r"^(.*_)?(head_dim|d_kv|kv_channels|head_size|d_head|dim_head)$|^rotary_dim$")
 WIDTHS = re.compile(
     r"(^|_)(hidden_size|intermediate_size|embedding_size|hidden_dim|ffn_dim|mlp_dim|inner_dim|intermediate_dim|proj_dim"
@@ -81,9 +80,6 @@ def _reduce_heads(part: Part, width: int, head: int) -> None:
         part.values[key] = heads
     for key in part.keys(GROUP_COUNTS):
         part.values[key] = max(1, heads // max(1, part.heads // part.real[key])) if part.real[key] > 1 else 1
-    for key in INDEX_HEADS:
-        if type(part.real.get(key)) is int:
-            part.values[key] = min(part.real[key], HEADS)
     small = width // heads if not has_head_width or part.fills_width else min(head, part.head_width)
     _narrow_heads(part, small)
 
@@ -121,13 +117,11 @@ def _reduce_experts(part: Part) -> None:
         return
     few = min(experts, EXPERTS)
     for key, value in part.real.items():
-        if EXPERT_COUNTS.search(key) or USED_COUNTS.search(key):
-            limit = few if EXPERT_COUNTS.search(key) else EXPERTS_USED
-            part.values[key] = (
-                [min(count, limit) for count in part.values[key]]
-                if isinstance(value, list)
-                else (min(value, limit) if type(value) is int else value)
-            )
+        limit = few if EXPERT_COUNTS.search(key) else EXPERTS_USED if USED_COUNTS.search(key) else 0
+        if limit and isinstance(value, list):
+            part.values[key] = [min(count, limit) for count in part.values[key]]
+        elif limit and type(value) is int:
+            part.values[key] = min(value, limit)
     for key in ("n_group", "num_expert_group"):
         groups = part.real.get(key)
         if type(groups) is int and groups > 1:

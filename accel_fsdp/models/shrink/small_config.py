@@ -77,9 +77,9 @@ def smaller(config: Any, model: "nn.Module", attempt: Attempt, words: Words, div
     parts = parts_of(config)
     for part in parts:
         fewer_layers.take(part, model)
-        _shrink_windows(part)
-        _shrink_vocabulary(part, words)
-        _renumber(part, words)
+        _limit(part, WINDOWS, WINDOW)
+        _limit(part, VOCABULARIES, words.count)
+        part.values |= renumbered(part.real, words.ids)
     fewer_layers.keep_features(parts)
     if attempt.widths:
         narrower.narrow(parts, attempt.heads)
@@ -112,21 +112,21 @@ def token_ids(config: Any) -> dict[int, str]:
     return keys
 
 
-def renumbered(value: Any, ids: Mapping[int, int]) -> Any:
-    """A token id, or a list of them, mapped to the new `ids`."""
+def renumbered(values: Mapping[str, Any], ids: Mapping[int, int]) -> dict[str, Any]:
+    """The settings that name tokens, with the new `ids`; empty if no token has a new one."""
+    lists = {key: None for key in values if key in TOKEN_LISTS}
+    tokens = {key: _renumbered(value, ids) for key, value in values.items() if TOKENS.search(key)}
+    return {**lists, **tokens} if ids else {}
+
+
+def _renumbered(value: Any, ids: Mapping[int, int]) -> Any:
     if isinstance(value, list):
-        return [renumbered(number, ids) for number in value]
+        return [_renumbered(number, ids) for number in value]
     return ids.get(value, value) if type(value) is int else value
 
 
-def _shrink_windows(part: Part) -> None:
-    for key in part.keys(WINDOWS):
-        part.values[key] = min(part.real[key], WINDOW)
-
-
-def _shrink_vocabulary(part: Part, words: Words) -> None:
-    for key in part.keys(VOCABULARIES):
-        part.values[key] = min(part.real[key], words.count)
+def _limit(part: Part, pattern: re.Pattern[str], most: int) -> None:
+    part.values |= {key: min(part.real[key], most) for key in part.keys(pattern)}
 
 
 def _raise_for_mesh(part: Part, divisors: Mapping[str, int]) -> None:
@@ -143,13 +143,3 @@ def _raise(part: Part, pattern: re.Pattern[str], divisor: int) -> int:
     keys = [key for key in part.keys(pattern) if part.values[key] > 1]
     part.values |= {key: -(-part.values[key] // divisor) * divisor for key in keys}
     return max((part.values[key] for key in keys), default=1)
-
-
-def _renumber(part: Part, words: Words) -> None:
-    if not words.ids:
-        return
-    for key, value in part.real.items():
-        if TOKENS.search(key):
-            part.values[key] = renumbered(value, words.ids)
-        elif key in TOKEN_LISTS:
-            part.values[key] = None

@@ -4,8 +4,9 @@ The real one is built on the meta device from its config. Everything that FSDP s
 and its layers, each kind of layer, tied weights, dtypes, parameter names.
 """
 
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -80,9 +81,8 @@ def shrink(model: str, target: Path, divisors: Mapping[str, int] = MappingProxyT
     real = _on_meta(model, config)
     tokenizer = _tokenizer(model)
     token_ids = small_config.token_ids(config)
-    words = Words(MADE_UP_VOCABULARY, new_numbers(token_ids))
-    if tokenizer:
-        words = Words(_rows(tokenizer, token_ids))
+    new_ids = {number: BYTES + index for index, number in enumerate(token_ids)}  # behind those of the bytes
+    words = Words(_rows(tokenizer, token_ids)) if tokenizer else Words(MADE_UP_VOCABULARY, new_ids)
     tokenizer_kind: Literal["real", "made up"] = "real" if tokenizer else "made up"
     small = _first_that_works(model, config, real, words, divisors)
     _cast(small.model, models.stored_dtype(model))
@@ -98,6 +98,19 @@ def shrink(model: str, target: Path, divisors: Mapping[str, int] = MappingProxyT
         tokenizer=tokenizer_kind,
         not_shown=tuple(_not_shown(config, small, tokenizer_kind)),
     )
+
+
+def small_version(name: str, real: "nn.Module", config: Any) -> Any:
+    """A small random model of the class of `real`, which is on the meta device and has this config; on the CPU.
+
+    All of the vocabulary stays, for scripts that read the real tokenizer.
+
+    Raises:
+        UserError: no small version runs, or it is still too large.
+    """
+    model = _first_that_works(name, config, real, Words(sys.maxsize), {}).model
+    _cast(model, str(config.dtype or "").removeprefix("torch."))
+    return model
 
 
 def _on_meta(name: str, config: Any) -> Any:
@@ -154,7 +167,7 @@ def _make(
     real_kinds = fewer_layers.all_kinds(real)
     with config_json.explained_errors(name):
         small = small_config.smaller(config, real, attempt, words, divisors)
-    shape = _on_meta(name, small)
+    shape = models.on_meta(name, type(real), small)
     if _classes(shape) != _classes(real):
         raise ValueError(f"its layers are {', '.join(_classes(shape))}, not {', '.join(_classes(real))}")
     count = sum(parameter.numel() for parameter in shape.parameters())
@@ -176,7 +189,7 @@ def _random(kind: Any, config: Any) -> Any:
     """A model with its class's initial weights, the same each time."""
     import torch
 
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(SEED)
         return kind._from_config(config, dtype=torch.float32)
 
@@ -214,37 +227,11 @@ def _write(name: str, model: Any, folder: Path, words: Words) -> None:
     from transformers import GenerationConfig
 
     if model.can_generate():
-        try:
-            generation = GenerationConfig.from_pretrained(name)
-        except (OSError, ValueError):
-            generation = model.generation_config
-        generation.update(**_renumbered(generation.to_dict(), words))
-        model.generation_config = generation
-    with _without_bar():
-        model.save_pretrained(folder)
-
-
-def _renumbered(generation: dict[str, Any], words: Words) -> dict[str, Any]:
-    """The generation settings that change if tokens have new ids."""
-    if not words.ids:
-        return {}
-    lists = {key: None for key in generation if key in small_config.TOKEN_LISTS}
-    tokens = {key: value for key, value in generation.items() if TOKENS.search(key)}
-    return {**lists, **{key: small_config.renumbered(value, words.ids) for key, value in tokens.items()}}
-
-
-@contextmanager
-def _without_bar() -> Iterator[None]:
-    """Turns off progress bars, which would stay on the screen after a second's work."""
-    from transformers.utils import logging
-
-    was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            logging.enable_progress_bar()
+        with suppress(OSError, ValueError):  # otherwise the model's own defaults stay
+            model.generation_config = GenerationConfig.from_pretrained(name)
+        generation = model.generation_config
+        generation.update(**small_config.renumbered(generation.to_dict(), words.ids))
+    model.save_pretrained(folder)
 
 
 def _not_shown(config: Any, small: _BuiltModel, tokenizer: str) -> Iterator[str]:
@@ -264,11 +251,6 @@ def _not_shown(config: Any, small: _BuiltModel, tokenizer: str) -> Iterator[str]
         yield "some kinds of its layers, which need more layers than the small model has"
     if small.tried:
         yield f"that it runs on text alone: {small.tried}"
-
-
-def new_numbers(token_ids: Mapping[int, str]) -> dict[int, int]:
-    """New ids for the tokens that a config names, behind those of the bytes; equal ids stay equal."""
-    return {number: BYTES + index for index, number in enumerate(token_ids)}
 
 
 def made_up_tokenizer(token_ids: Mapping[int, str]) -> Any:
