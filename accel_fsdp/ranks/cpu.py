@@ -14,10 +14,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 from typing import Any, NoReturn
+from unittest import mock
 
 from accel_fsdp.errors import is_installed
 from accel_fsdp.launch_environment import OFFLOAD_DEVICES, LaunchEnvironment
@@ -258,27 +259,14 @@ def let_plugin_sync() -> None:
         if not (fsdp1 and sync):
             original(self)
             return
-        with _environment(FSDP_SYNC_MODULE_STATES="false", FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
+        off = {"FSDP_SYNC_MODULE_STATES": "false", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
+        with mock.patch.dict(os.environ, off):
             self.sync_module_states = False
             original(self)
         self.sync_module_states, self.cpu_ram_efficient_loading = True, launch.loads_on_rank_zero
         self.param_init_fn = lambda module: module.to_empty(device=torch.device("cpu"), recurse=False)
 
     Plugin.__post_init__ = post_init
-
-
-@contextlib.contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 @patch(

@@ -53,19 +53,8 @@ TORCH = (
     Internal("torch:Tensor.record_stream"),
     Internal("torch.cuda:Stream"),
     Internal("torch.cuda:Event"),
-    Internal("torch.distributed:init_process_group", "backend * device_id"),
-    Internal("torch.distributed:new_group", "* backend device_id"),
-    Internal("torch.distributed.device_mesh:DeviceMesh.__init__", "self device_type *"),
-    Internal("torch.nn.parallel:DistributedDataParallel.__init__", "self module device_ids output_device *"),
     Internal("torch.nn.parallel:DistributedDataParallel._check_comm_hook", "self hook"),
-    Internal("torch.distributed.fsdp:FullyShardedDataParallel.__init__", "self module * device_id"),
-    Internal("torch.distributed.fsdp:FSDPModule.set_gradient_divide_factor", "self factor"),
     Internal("torch.distributed.fsdp:FSDPModule.set_force_sum_reduction_for_comms", "self enable"),
-    Internal("torch:autocast.__init__", "self device_type dtype *"),
-    Internal("torch.amp:GradScaler.__init__", "self device *"),
-    Internal("torch:load", "f map_location *"),
-    Internal("torch.nn:Module.to", "self args kwargs"),
-    Internal("torch.nn:Module.cuda", "self device"),
 )
 ATTENTION = Internal("transformers:PreTrainedModel._check_and_adjust_attn_implementation", "self attn_implementation *")
 DEVICE_MAP = Internal("transformers.modeling_utils:check_and_set_device_map", "device_map")
@@ -147,20 +136,26 @@ def _answer_for(module: Any, of_module: dict[str, Any]) -> None:
     import torch
 
     launch, memory = LaunchEnvironment.now(), psutil.virtual_memory()
-    counts = {"device_count": launch.local_world_size, "nccl.version": (2, 27, 0)}
-    index = dict.fromkeys(("current_device", "current_device_index", "current_device_idx"), launch.local_rank)
-    free = dict.fromkeys(("mem_get_info", "get_memory_info"), (memory.available, memory.total))
-    properties = SimpleNamespace(
-        name="CPU", total_memory=memory.total, major=8, minor=0, multi_processor_count=os.cpu_count()
-    )
-    texts = {"get_device_name": "CPU", "memory_summary": "", "list_gpu_processes": ""}
-    states = {"get_rng_state": torch.get_rng_state, "initial_seed": torch.initial_seed}
-    streams = {"current_stream": _Stream, "default_stream": _Stream, "stream": contextlib.nullcontext}
-    lists = {"memory_stats": lambda: defaultdict(int), "memory_snapshot": list}
-    answers: dict[str, Any] = dict.fromkeys(NOTHING.split()) | dict.fromkeys(ZERO.split(), 0)
-    answers |= dict.fromkeys(TRUE.split(), True) | {"get_device_properties": properties}
-    for group in (counts, index, free, texts, states, streams, lists, of_module):
-        answers |= group
+    properties = {"name": "CPU", "total_memory": memory.total, "major": 8, "minor": 0}
+    answers: dict[str, Any] = {
+        **dict.fromkeys(NOTHING.split()),
+        **dict.fromkeys(ZERO.split(), 0),
+        **dict.fromkeys(TRUE.split(), True),
+        **dict.fromkeys(("current_device", "current_device_index", "current_device_idx"), launch.local_rank),
+        **dict.fromkeys(("mem_get_info", "get_memory_info"), (memory.available, memory.total)),
+        **dict.fromkeys(("memory_summary", "list_gpu_processes"), ""),
+        **dict.fromkeys(("current_stream", "default_stream"), _Stream),
+        "device_count": launch.local_world_size,
+        "nccl.version": (2, 27, 0),
+        "get_device_properties": SimpleNamespace(**properties, multi_processor_count=os.cpu_count()),
+        "get_device_name": "CPU",
+        "get_rng_state": torch.get_rng_state,
+        "initial_seed": torch.initial_seed,
+        "stream": contextlib.nullcontext,
+        "memory_stats": lambda: defaultdict(int),
+        "memory_snapshot": list,
+        **of_module,
+    }
     for path, answer in answers.items():
         part, _, name = path.rpartition(".")
         owner = getattr(module, part, None) if part else module
