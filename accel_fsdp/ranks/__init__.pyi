@@ -20,4 +20,5 @@ from .holding import holdings as holdings
 from .holding import is_alone as is_alone
 from .holding import measure as measure
 from .recording import RECORDS as RECORDS
+from .small import SMALL as SMALL
 from .watch import HOLD_AFTER as HOLD_AFTER

@@ -13,6 +13,9 @@ from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal, flaw
 from accel_fsdp.ranks import events, script
 
+is_paused = False
+"""Whether modules run that aren't the script's, such as those of a small model that is tried."""
+
 
 class Observation:
     """`what` is observed through the internals that it `relies_on`."""

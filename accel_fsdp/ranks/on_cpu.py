@@ -8,7 +8,7 @@ from typing import Any
 
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch_environment import LaunchEnvironment
-from accel_fsdp.ranks import cpu, events, gpu_as_cpu, hang, recording, replay, script, watch
+from accel_fsdp.ranks import cpu, events, gpu_as_cpu, hang, recording, replay, script, small, watch
 from accel_fsdp.ranks.observing import before
 
 
@@ -21,6 +21,7 @@ def run() -> None:
     if cpu.is_needed():
         gpu_as_cpu.install()
         keep_closed_groups()
+    small.install()
     recorder = recording.begin()  # before the watch, whose functions check whether the script itself is the caller
     report_end = watch.begin() if os.environ.get(events.EVENTS) else lambda: None
     if recorder is not None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from accel_fsdp.checkpoints import completeness
 from accel_fsdp.errors import in_a_line
 from accel_fsdp.library_internals import Internal
-from accel_fsdp.ranks import collectives, drawn_rows, events, hang, holding, script
+from accel_fsdp.ranks import collectives, drawn_rows, events, hang, holding, observing, script
 from accel_fsdp.ranks.drawn_rows import ObservedRows
 from accel_fsdp.ranks.holding import is_unit, measure, unwrapped, user_name
 from accel_fsdp.ranks.observing import Observation, after, before, guarded, replace
@@ -188,6 +188,8 @@ class _Steps:
     def _enter(self, module: "nn.Module", *_: Any) -> None:
         import torch
 
+        if observing.is_paused:
+            return
         if self.depth == 0:
             self.saves.watch()
             self.models[id(module)] = module
@@ -198,7 +200,7 @@ class _Steps:
         self.depth += 1
 
     def _leave(self, *_: Any) -> None:
-        self.depth -= 1
+        self.depth -= not observing.is_paused
 
     def watch_backward(self) -> None:
         import torch

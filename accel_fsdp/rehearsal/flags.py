@@ -22,6 +22,9 @@ class RehearseCommand:
     ] = None
     processes: Annotated[Optional[int], arg("Ranks on this machine.", "N", default="2; 4 for a mesh")] = None
     script: Annotated[Optional[Path], arg("A training script of your own.", "FILE", default="train/sft.py")] = None
+    full_size: Annotated[
+        bool, arg("Keep all sizes of a script of your own: its model, rows, lengths, batches and steps.")
+    ] = False
     timeout: Annotated[int, arg("How long a launch may take.", "SECONDS")] = 600
     debug: Annotated[bool, arg("Show the ranks' output where a step fails, with its traceback.")] = False
     json: Annotated[bool, arg("The report as JSON.")] = False

@@ -117,8 +117,17 @@ class Rehearsed:
     seconds: float = 600
     cold: bool = False
 
-    def launch(self, name: str, job: JobConfig, words: Sequence[str], kill_after: Path | None = None) -> Outcome:
+    def launch(
+        self,
+        name: str,
+        job: JobConfig,
+        words: Sequence[str],
+        kill_after: Path | None = None,
+        is_small: bool = False,
+    ) -> Outcome:
         """Runs the script on the job's ranks; SIGKILL ends all of them in a step after the checkpoint `kill_after`.
+
+        With `is_small` the ranks make its model, rows and steps small.
 
         The updates of several ranks are recorded and repeated, unless they are killed.
 
@@ -126,6 +135,7 @@ class Rehearsed:
         because loading the launcher itself takes as long as a rank.
         """
         hold = {ranks.HOLD_AFTER: str(kill_after)} if kill_after is not None else self._record_variables(name, job)
+        hold |= {ranks.SMALL: str(self.folder / f"{name}.models")} if is_small else {}
         for attempt in range(ATTEMPTS):
             attempt_name = f"{name}-{attempt}" if attempt else name
             variables_of = environments(job, self.folder / f"{name}.yaml", self.script)

@@ -1,10 +1,12 @@
 """The steps of a rehearsal with any script of the user: run, measure and watch it."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from accel_fsdp.config import JobConfig
+from accel_fsdp.ranks import RankEvent
 from accel_fsdp.rehearsal import mistakes, repeated, saved, verdict, without_gpu
 from accel_fsdp.rehearsal.blame import SCRIPT, Failure, judge, of_no_training, of_outcome
 from accel_fsdp.rehearsal.job import Outcome, Rehearsed
@@ -19,6 +21,8 @@ class OwnRehearsal:
     job: JobConfig
     words: tuple[str, ...]
     experts: int = 1
+    is_small: bool = True
+    changes: list[str] = field(default_factory=list)
 
     def steps(self) -> Iterator[tuple[str, Any]]:
         """One step: the unchanged script on several ranks."""
@@ -26,7 +30,8 @@ class OwnRehearsal:
 
     def run(self) -> Proof:
         """Runs the script to its end; then compares the ranks' shards with the YAML."""
-        outcome = self.launcher.launch("script", self.job, self.words)
+        outcome = self.launcher.launch("script", self.job, self.words, is_small=self.is_small)
+        self.changes += made_small(outcome.events)
         self._judge(outcome)
         for mistake in mistakes.find(outcome.events):  # first, as it may have caused the failure
             raise mistake
@@ -55,6 +60,15 @@ class OwnRehearsal:
         if outcome.holdings:
             classes = tuple(verdict.repeated(next(iter(outcome.holdings.values()))))
             judge(self.job, classes, outcome, self.experts)
+
+
+def made_small(events: Sequence[RankEvent]) -> list[str]:
+    """What rank 0 made small, each with the script's first line that asked for it."""
+    lines: dict[str, str] = {}
+    for event in events:
+        if event.kind == "made-small" and event.rank == 0:
+            lines.setdefault(event.content["what"], os.path.basename(event.content["line"]))
+    return [f"{what} ({line})" if line else what for what, line in lines.items()]
 
 
 def last_lines(printed: str) -> str:
