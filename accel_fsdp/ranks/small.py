@@ -88,17 +88,19 @@ class _SmallModels:
         """Loads a small model from a folder, as whole ones are loaded: into the same dtype, device and quantisation."""
         if self.is_at_work or name is None:
             return original(name, *args, config=config, **options)
+        whole, unused = config, options
         if not hasattr(config, "to_dict"):
-            dtypes = {key: options.pop(key) for key in ("dtype", "torch_dtype") if key in options}
-            config, options = kind.config_class.from_pretrained(config or name, return_unused_kwargs=True, **options)
-            options |= dtypes
-        small = self._small(kind, config, str(name))
+            dtypes = {key: value for key, value in options.items() if key in ("dtype", "torch_dtype")}
+            others = {key: value for key, value in options.items() if key not in dtypes}
+            whole, unused = kind.config_class.from_pretrained(config or name, return_unused_kwargs=True, **others)
+            unused |= dtypes
+        small = self._small(kind, whole, str(name))
         if small is None:
             return original(name, *args, config=config, **options)
         folder = self.folder / str(len(os.listdir(self.folder)) if self.folder.exists() else 0)
         small.save_pretrained(folder)
-        options = {key: value for key, value in options.items() if key not in OF_THE_HUB}
-        loaded = original(str(folder), *args, config=small.config, **options)
+        unused = {key: value for key, value in unused.items() if key not in OF_THE_HUB}
+        loaded = original(str(folder), *args, config=small.config, **unused)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model.name_or_path = model.config._name_or_path = str(name)
         return loaded
@@ -164,7 +166,7 @@ def _cut_arguments(module: ModuleType) -> None:
 def _limit(arguments: Any, names: Sequence[str], most: int) -> None:
     for name in names:
         value = getattr(arguments, name, None)
-        if type(value) in (int, float) and value > most:
+        if isinstance(value, int | float) and value > most:
             setattr(arguments, name, most)
             _report(f"{name} {value:g} -> {most}")
 
@@ -173,7 +175,7 @@ def _cut_training(module: ModuleType) -> None:
     """Ends training after a few steps, without a warm-up, and saves and evaluates in them."""
 
     def cut(trainer: Any, *_: Any, **__: Any) -> None:
-        arguments, rows = trainer.args, getattr(trainer, "train_dataset", None)
+        arguments, rows = trainer.args, trainer.train_dataset
         of_step = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
         steps = arguments.max_steps
         if steps <= 0 and hasattr(rows, "__len__"):

@@ -31,7 +31,7 @@ class OwnRehearsal:
     def run(self) -> Proof:
         """Runs the script to its end; then compares the ranks' shards with the YAML."""
         outcome = self.launcher.launch("script", self.job, self.words, is_small=self.is_small)
-        self.changes += made_small(outcome.events)
+        self.changes.extend(made_small(outcome.events))
         self._judge(outcome)
         for mistake in mistakes.find(outcome.events):  # first, as it may have caused the failure
             raise mistake
