@@ -54,6 +54,7 @@ PATCHING = {
     "ranks.gpu_as_cpu",
     "ranks.observing",
     "ranks.saves",
+    "ranks.small",
     "ranks.watch",
     "prediction.tracing.axes",
     "training.patches",

@@ -64,7 +64,7 @@ def _start(target: Callable[..., None], *arguments: Any) -> BaseProcess:
 def _run_module(module: str, words: list[str], environment: dict[str, str], log: str) -> None:
     _begin(environment, log)
     sys.argv = [module, *words]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 def _send_answer(
