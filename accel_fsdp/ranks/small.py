@@ -50,6 +50,7 @@ def install() -> None:
             "transformers.training_args": _cut_arguments,
             "transformers.trainer": _cut_training,
             "datasets.load": _cut_data,
+            "datasets.arrow_dataset": _cut_parts,
         }
         for name in [*patches]:
             if name in sys.modules:
@@ -198,6 +199,23 @@ def _cut_data(module: ModuleType) -> None:
 
     for name in ("load_dataset", "load_from_disk"):
         observing.replace(module, name, load)
+
+
+def _cut_parts(module: ModuleType) -> None:
+    """Takes what there is where a script asks a cut data set for more rows than are left."""
+
+    def select(original: Callable[..., Any], rows: Any, indices: Any, *args: Any, **kwargs: Any) -> Any:
+        few = [index for index in indices if index < len(rows)] if len(rows) <= ROWS else indices
+        return original(rows, few, *args, **kwargs)
+
+    def divide(original: Callable[..., Any], rows: Any, *args: Any, **kwargs: Any) -> Any:
+        for name in ("test_size", "train_size"):
+            if len(rows) <= ROWS and isinstance(kwargs.get(name), int) and kwargs[name] >= len(rows):
+                kwargs[name] = 0.25 if name == "test_size" else None
+        return original(rows, *args, **kwargs)
+
+    observing.replace(module.Dataset, "select", select)
+    observing.replace(module.Dataset, "train_test_split", divide)
 
 
 def _first(rows: Any, name: str) -> Any:

@@ -54,6 +54,7 @@ head = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
 assert head.config.num_hidden_layers == model.config.num_hidden_layers == 2
 model = get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
 rows = load_dataset("json", data_files=data, split="train")
+rows = rows.select(range(100)).train_test_split(test_size=2000, seed=0)["train"]
 rows = rows.map(lambda row: tokenizer(row["messages"][0]["content"] * 9, truncation=True, max_length=2048))
 rows = rows.remove_columns("messages")
 arguments = TrainingArguments(
@@ -68,7 +69,7 @@ LISTED = {
     "json 162 -> 64 rows": "rows = load_dataset",
     "texts of at most 256 tokens": "tokenizer = ",
     "per_device_train_batch_size 16 -> 2": "arguments = ",
-    "96 steps -> 4, without warm-up": "trainer.train()",
+    "72 steps -> 4, without warm-up": "trainer.train()",
     "save_steps 500 -> 4": "trainer.train()",
 }
 
