@@ -101,9 +101,11 @@ def _steps(
     real, layout = scaled.layout_of(job, experts), scaled.small_layout(job, small_job, experts)
     if options.script is not None:
         words = scaled.with_experts(words, layout.experts) if experts > 1 else words
-        is_small = not options.full_size
-        report.of_real_model += ["how the loss falls, and long texts, where the model is small"] if is_small else []
-        yield from OwnRehearsal(launcher, small_job, words, layout.experts, is_small, report.changes).steps()
+        of_job = len(report.changes)
+        yield from OwnRehearsal(
+            launcher, small_job, words, layout.experts, not options.full_size, report.changes
+        ).steps()
+        report.of_real_model += ["how the loss falls, and long texts"] if len(report.changes) > of_job else []
         return
     prepared_jobs: list[prepare.Prepared] = []
 
