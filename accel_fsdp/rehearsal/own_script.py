@@ -17,6 +17,8 @@ LAST_LINES, LINE_LETTERS = 5, 160
 
 @dataclass(frozen=True)
 class OwnRehearsal:
+    """`changes` gets what the ranks made small, unless the script keeps its sizes."""
+
     launcher: Rehearsed
     job: JobConfig
     words: tuple[str, ...]
