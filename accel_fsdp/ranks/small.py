@@ -17,6 +17,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from accel_fsdp import models
 from accel_fsdp.errors import UserError
@@ -99,7 +100,8 @@ class _SmallModels:
         if small is None:
             return original(name, *args, config=config, **options)
         folder = self.folder / str(len(os.listdir(self.folder)) if self.folder.exists() else 0)
-        small.save_pretrained(folder)
+        with mock.patch("torch.distributed.is_initialized", return_value=False):  # transformers saves on rank 0 alone
+            small.save_pretrained(folder)
         unused = {key: value for key, value in unused.items() if key not in OF_THE_HUB}
         loaded = original(str(folder), *args, config=small.config, **unused)
         model = loaded[0] if isinstance(loaded, tuple) else loaded

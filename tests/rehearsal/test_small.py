@@ -130,11 +130,10 @@ class Stream(torch.utils.data.IterableDataset):
 def test_an_own_loop_in_a_package(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its line is found after a change of folder; its stream is begun once; autocast takes a third argument."""
     monkeypatch.setenv("HF_HOME", hub)
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text(OWN_LOOP)
-    Path("parts").mkdir()
-    Path("parts/model.py").write_text(PARTS)
-    finished = accel_fsdp("rehearse", "--json", yaml_file(tmp_path, FSDP2), "--script", "train.py", "--", "parts")
+    (script := tmp_path / "train.py").write_text(OWN_LOOP)
+    (folder := tmp_path / "parts").mkdir()
+    (folder / "model.py").write_text(PARTS)
+    finished = accel_fsdp("rehearse", "--json", yaml_file(tmp_path, FSDP2), "--script", script, "--", folder)
     report: dict[str, Any] = json.loads(finished.output[finished.output.index("{\n") :])
     step = report["steps"][-1]
     assert step["passed"], step
