@@ -50,6 +50,8 @@ name, folder, data = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(name)
 model = AutoModelForCausalLM.from_pretrained(name)
 assert (str(model.dtype), model.config._name_or_path) == ("torch.bfloat16", name)
+model(**tokenizer("a forward pass", return_tensors="pt"))
+AutoModelForCausalLM.from_pretrained(name)
 head = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
 assert head.config.num_hidden_layers == model.config.num_hidden_layers == 2
 model = get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
@@ -82,6 +84,9 @@ def test_a_script_with_trainer_and_peft(hub: str, tmp_path: Path) -> None:
     done = run(words, CUDA_VISIBLE_DEVICES="", **variables)
     assert done.code == 0, done.output
     lines = {e.content["what"]: e.content["line"] for e in ranks.read(events) if e.kind == "made-small"}
+    assert not any(
+        e.content["path"].startswith(variables["ACCEL_FSDP_SMALL"]) for e in ranks.read(events) if e.kind == "saved"
+    )
     text = WITH_TRAINER.splitlines()
     assert {what: lines.get(what, "") for what in LISTED if not line_of(text, lines, what)} == {}
 
