@@ -20,9 +20,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from accel_fsdp import models
+from accel_fsdp import library_internals, models
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch_environment import LaunchEnvironment
+from accel_fsdp.library_internals import Internal
 from accel_fsdp.models.shrink import small_version
 from accel_fsdp.ranks import events, observing, script
 from accel_fsdp.units import counted
@@ -38,6 +39,9 @@ ROWS, TOKENS, STEPS, BATCH = 64, 256, 4, 2
 LENGTHS = ("max_length", "max_seq_length", "model_max_length")
 BATCHES = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
 INTERVALS = ("save_steps", "eval_steps", "logging_steps")
+BUILT = Internal("transformers.modeling_utils:PreTrainedModel._from_config")
+PADDED = Internal("transformers.tokenization_utils_base:PreTrainedTokenizerBase._get_padding_truncation_strategies")
+RELIES_ON = (BUILT, PADDED)
 OF_THE_HUB = ("cache_dir", "force_download", "revision", "subfolder", "token", "variant")
 """Arguments that say where a model's files are."""
 
@@ -82,6 +86,7 @@ class _SmallModels:
         self.is_at_work = False
 
     def install(self, module: ModuleType) -> None:
+        library_internals.check(BUILT, why="models keep their size without it")
         _replace_class_method(module.PreTrainedModel, "from_pretrained", self.load)
         _replace_class_method(module.PreTrainedModel, "_from_config", self.build)
 
@@ -155,6 +160,7 @@ def _shorten_texts(module: ModuleType) -> None:
             _report(f"texts of at most {TOKENS} tokens")
         return tokenizer
 
+    library_internals.check(PADDED, why="texts keep their length without it")
     observing.replace(module.PreTrainedTokenizerBase, "_get_padding_truncation_strategies", strategies)
     _replace_class_method(module.PreTrainedTokenizerBase, "from_pretrained", load)
 
