@@ -46,12 +46,6 @@ LEAVES_STACKS = str(Path(__file__).with_name("__main__.py"))
 BY_TORCHRUN = "--multi_gpu"
 """The flag with which Accelerate calls torchrun also for MULTI_CPU."""
 
-MPI_STARTERS = ("mpirun", "mpiexec")
-"""The programs of which Accelerate takes the first that is installed."""
-
-MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-"""Variables in which Accelerate finds the number of ranks that mpirun has started."""
-
 MAKES_GLOO_A_DEVICE = re.compile(
     r"^\s*(import\b[^#\n]*\s|from\s+)accel_fsdp\.(ranks\.cpu|training)\b"
     r"|^\s*from\s+accel_fsdp(\.ranks)?\s+import\s+(\([^)]*|[^#\n]*)\b(cpu|training)\b",
@@ -113,9 +107,9 @@ def launcher_words(
 
 
 def _needs_torchrun(place: Place, values: Mapping[str, Any]) -> bool:
-    """Whether Accelerate would start one process for MULTI_CPU, because neither it nor the user calls mpirun."""
-    by_mpi = JobConfig(values).by_mpirun or any(name in os.environ for name in MPI_SIZES)
-    return values.get("distributed_type") == MULTI_CPU and place.value("num_processes", 1) > 1 and not by_mpi
+    """Whether Accelerate would start one process for MULTI_CPU, because it doesn't call mpirun."""
+    is_several = values.get("distributed_type") == MULTI_CPU and place.value("num_processes", 1) > 1
+    return is_several and not JobConfig(values).by_mpirun
 
 
 def _place_flags(place: Place, values: Mapping[str, Any]) -> list[str]:
@@ -309,11 +303,11 @@ def launch(args: Any, wait_seconds: float = 600.0, hang_seconds: float | None = 
 
 
 def _start(args: Any) -> int:
-    """Starts the script, or mpirun, as Accelerate's simple launcher does, which handles no signal."""
+    """Starts the script as Accelerate's simple launcher does, which handles no signal."""
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
     command, variables = prepare_simple_launcher_cmd_env(args)
-    return _show_end(command[0] if command[0] in MPI_STARTERS else "the script", child_process.run(command, variables))
+    return _show_end("the script", child_process.run(command, variables))
 
 
 def _show_end(who: str, returncode: int) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT, accel_fsdp, here
+from conftest import ROOT, accel_fsdp
 
 ALONE = "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmixed_precision: 'no'\nnum_processes: 1\n"
 SAVES_AND_STOPS = """import os, signal, sys, time
@@ -90,29 +90,6 @@ def test_processes_on_cpus_start_without_mpirun(tmp_path: Path) -> None:
     assert finished.code == 0, finished.output
     for rank in range(2):
         assert f"rank {rank} of 2, DistributedType.MULTI_CPU, cpu:0, mean 0.5\n" in finished.output
-
-
-@pytest.mark.parametrize("mpi", ["OMPI_COMM_WORLD_SIZE", ""])
-def test_processes_that_mpirun_starts_are_not_started_again(
-    mpi: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "job.yaml").write_text(CPUS)
-    (tmp_path / "own.py").write_text(SAYS_WHO)
-    if mpi:
-        monkeypatch.setenv(mpi, "2")
-    finished = here("launch", "--dry-run", tmp_path / "job.yaml", tmp_path / "own.py")
-    assert ("accelerate launch --multi_gpu" in finished.output) == (not mpi), finished.output
-    assert "ACCELERATE_USE_CPU=" in finished.output
-
-
-def test_without_mpirun_a_hostfile_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "job.yaml").write_text(f"{CPUS}mpirun_config:\n  mpirun_hostfile: hosts\n")
-    (tmp_path / "own.py").write_text(SAYS_WHO)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    finished = here("launch", tmp_path / "job.yaml", tmp_path / "own.py")
-    assert finished.code == 1
-    assert "mpirun or mpiexec were not found" in finished.output
-    assert "Traceback" not in finished.output
 
 
 IGNORES = (
