@@ -159,7 +159,6 @@ def start(words: Sequence[str], env: Mapping[str, str]) -> "subprocess.Popen[str
         stderr=subprocess.STDOUT,
         text=True,
         env=env,
-        cwd=ROOT,
         start_new_session=True,
     )
 
