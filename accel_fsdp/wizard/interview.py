@@ -7,16 +7,20 @@ from functools import cache
 from typing import Any
 
 from accel_fsdp import console, models
+from accel_fsdp.command_line import parse_command_line
+from accel_fsdp.config import DEFAULT_PORT, EXPERT_FLAG, script_arguments, size_key
 from accel_fsdp.errors import UsageError, UserError, joined
 from accel_fsdp.hardware import MachineFacts, host
 from accel_fsdp.models import ModelFacts, catalogue, remote_code
 from accel_fsdp.units import parameters
-from accel_fsdp.wizard import recommended
-from accel_fsdp.wizard.answers import Answers
+from accel_fsdp.wizard import recommended, to_yaml
+from accel_fsdp.wizard.answers import MESH, Answers
 from accel_fsdp.wizard.presets import MODEL as PRESET_MODEL
 from accel_fsdp.wizard.question import Context, Question, settle, store
 from accel_fsdp.wizard.questions import QUESTIONS, to_answers, useless
 
+RANKS = ("num_processes", *MESH)
+"""The answers about ranks, which `accel-fsdp check` judges together."""
 WITHOUT_MODEL = ""
 """The answer where no model is needed: the layer class is named, or a file is edited."""
 
@@ -72,14 +76,14 @@ class Interview:
             return store(question, context, question.default(context)[0])
         if question.field in self.given:
             try:
-                return settle(question, context, self.given[question.field])
+                return judged(question, settle(question, context, self.given[question.field]))
             except UserError as error:
                 if question.field in self.flags:
                     raise
                 del self.given[question.field]
                 note = f"{in_words(joined(error.what, error.why))}; going on without it: {error.fix}"
                 console.say(f"note: {note}", style="yellow", wrap=True)
-        return settle(question, context, question.default(context)[0])
+        return judged(question, settle(question, context, question.default(context)[0]))
 
     @property
     def is_without_model(self) -> bool:
@@ -103,6 +107,26 @@ class Interview:
                 _say_once("note: train/sft.py takes such a model with --trust_remote_code alone; read its code first")
             of_catalogue = catalogue.language_layers().issuperset(str(self.given["layer_class"]).split(","))
             return replace(context, unread=not isinstance(error, remote_code.NeedsCode) and not of_catalogue)
+
+
+def judged(question: Question, context: Context) -> Context:
+    """Refuses an answer about ranks with which `accel-fsdp check` finds fault in the YAML of the answers so far."""
+    answers = Answers(**{"main_process_port": DEFAULT_PORT, **context.given})
+    if question.field not in RANKS or (question.field in MESH and getattr(answers, question.field) == 1):
+        return context
+    if question.field in ("tp", "ep") and context.model and context.model.auto_class != models.CAUSAL:
+        fix = f"{question.flag} 1"
+        raise UserError(f"{question.flag} for {context.model.auto_class}", why="train/sft.py alone divides", fix=fix)
+    from accel_fsdp.linter.rules import Subject, run
+
+    words = script_arguments("\n".join(to_yaml.header(answers)))
+    arguments = parse_command_line(words)
+    subject = Subject(to_yaml.to_mapping(answers), args=arguments, model=context.model, uses_sft=True)
+    for finding in run(subject):
+        if finding.severity == "error" or finding.code == "AF333":
+            fix = finding.fix.replace(EXPERT_FLAG, "--ep").replace(f"{size_key('tp')}:", "--tp")
+            raise UserError(f"{question.flag} {context[question.field]}: {finding.what}", why=finding.why, fix=fix)
+    return context
 
 
 def interview(flags: Mapping[str, str], given: Mapping[str, str], defaults: bool) -> Interview:

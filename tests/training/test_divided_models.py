@@ -28,8 +28,6 @@ from accel_fsdp.prediction.tracing.model_shape import shape_of
 from accel_fsdp.prediction.tracing.recorder import Recorder
 from accel_fsdp.training import load_model, mesh
 from accel_fsdp.training.arguments import ModelArguments
-from accel_fsdp.wizard import validation
-from accel_fsdp.wizard.question import Context
 
 OLMO = {"olmo2": {}}
 """A family whose plan gathers what its attention computes with, and divides its other layers."""
@@ -81,19 +79,6 @@ def refusal_by_plan(file: JobConfig, experts: int, config: Any) -> str:
         )
     except UserError as error:
         return error.what
-    return ""
-
-
-def refusal_by_config(file: JobConfig, experts: int, config: Any) -> str:
-    layout = from_yaml.layout_of(file)
-    given = {"num_processes": layout.ranks, "num_machines": 1, "strategy": 4 if layout.replicas > 1 else 1}
-    given |= {"dp_replicate": layout.replicas, "method": "full", "mixed_precision": "bf16", "tp": layout.tensor}
-    context = Context(given, model=model_facts("a", config))
-    try:
-        validation.check_tp(context, layout.tensor)
-        validation.check_ep(context, experts)
-    except UserError as error:
-        return error.what.removeprefix("a: ")
     return ""
 
 
