@@ -14,7 +14,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent, merge_key_bin
 
 from accel_fsdp import console
 from accel_fsdp.errors import UserError
-from accel_fsdp.wizard.interview import Interview, in_words, read_model
+from accel_fsdp.wizard.interview import Interview, in_words, introduce
 from accel_fsdp.wizard.question import Context, Option, Question, settle
 from accel_fsdp.wizard.questions import QUESTIONS
 
@@ -78,7 +78,7 @@ def _ask(question: Question, context: Context, before: Any) -> Any:
         try:
             settle(question, context, answer)
             if question.field == "model":
-                read_model(answer)
+                introduce(answer)
             return answer
         except UserError as error:
             console.say(_at_prompt(error, question), style="red", wrap=True, lines=True)

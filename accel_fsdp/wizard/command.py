@@ -51,6 +51,8 @@ def configure(options: WizardOptions, flags: Mapping[str, str]) -> int:
     if interactive:
         return Review(asking.interview(flags, answers), output, original, options.force).ask()
     session = interview.interview(flags, answers, defaults=options.yes)
+    if (context := session.settled()).model:
+        interview.introduce(context["model"])
     _warn(interview.warnings(session))  # the file is written nevertheless, as requested
     review = Review(session, output, original, options.force)
     return review.write(*review.text())

@@ -4,8 +4,8 @@ Pure. The meanings are those of Accelerate 1.15, and the tests compare them with
 effect in the old file gets none in the new one.
 """
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from accel_fsdp.config import (
@@ -77,10 +77,6 @@ NO_EQUIVALENT: Mapping[str, tuple[str, Collection[str] | None, str]] = {
     "fsdp_activation_checkpointing_offload": ("FSDP2 alone can offload checkpointed inputs", OFF, ""),
     "fsdp_offload_params": ("DDP has none", OFF, ""),
     "fsdp_ignored_modules": ("all modules are treated alike", (), ""),
-    "fsdp_use_orig_params": ("only FSDP1 has the choice", ALL, ""),
-    "fsdp_sync_module_states": ("only FSDP1 needs it", ALL, ""),
-    "fsdp_backward_prefetch": ("only FSDP1 needs it", ALL, ""),
-    "fsdp_forward_prefetch": ("only FSDP1 has it; for speed alone", ALL, ""),
     "fsdp_state_dict_type": ("the engine has its own checkpoints", ALL, ""),
     "fsdp_cpu_ram_efficient_loading": ("every rank loads the model: more host memory", ALL, ""),
     "gradient_accumulation_steps": ("an argument of the script", ("auto", "1"), "--gradient_accumulation_steps {}"),
@@ -94,7 +90,6 @@ NO_EQUIVALENT: Mapping[str, tuple[str, Collection[str] | None, str]] = {
 """The one table of what has no equivalent: why, the values without a meaning to keep (`ALL`: each), and the argument of
 the script that replaces others. Keys without a row mean nothing to the other engine."""
 ADDED = {
-    "distributed_type": "the new engine",
     "fsdp_state_dict_type": "as the old engine saves",
     "fsdp_backward_prefetch": "FSDP2 prefetches by itself, FSDP1 when this is set",
     "zero3_save_16bit_model": "without it save_model writes no model",
@@ -213,46 +208,108 @@ def rewrite(document: Any, job: JobConfig, old: Answers, new: Answers, answered:
     has answered. Keys without a question stay, unless another engine doesn't read them.
     """
     conversion = Conversion(job, old, new, answered)
-    changes = list(conversion.changes())
     apply(document, [*conversion.removals, *conversion.edits])
-    return changes
+    return conversion.changes
 
 
 class Conversion:
-    """The changes of one file. Removals come before edits, one of which may give its key a removed name."""
+    """The changes of one file. Removals come before edits, one of which may give its key a removed name.
+
+    `job` is first the file as it was, then the one with the keys that the new engine reads, under its names for them.
+    """
 
     def __init__(self, job: JobConfig, old: Answers, new: Answers, answered: Collection[str]) -> None:
         self.job, self.old, self.new, self.answered = job, old, new, answered
         self.engine, self.other = job.engine, engine_of(vars(new))
         self.section, self.place = SECTIONS.get(self.engine, ""), SECTIONS.get(self.other, "")
         self.before, self.after = flat_mapping(old), flat_mapping(new)
-        if ("fsdp_config", STRATEGY) in self.after and self.engine is not self.other:
-            self.after["fsdp_config", STRATEGY] = STRATEGIES[new.strategy]
-        self.removals: list[Edit] = []
-        self.edits: list[Edit] = []
-
-    def changes(self) -> Iterator[Change]:
+        self.removals, self.edits, self.changes = list[Edit](), list[Edit](), list[Change]()
         if self.engine is self.other:
-            yield from self._answers()
-            yield from self._same_engine()
+            self._drop_unread()
         else:
-            yield from self._sections()
-            yield from self._keys()
-            yield from self._added()
-            yield from self._answers(top_only=True)
-            yield from self._special()
+            self._change_engine()
+        self._set_answers()
 
-    def _answers(self, top_only: bool = False) -> Iterator[Change]:
+    def _lose(self, section: str, key: str, value: Any, why: str, breaks: bool = False, fix: str = "") -> None:
+        fix = fix.format(value) if breaks else ""
+        self.changes.append(Change(_path(section, key), "lost", show(value), why=why, breaks=breaks, fix=fix))
+
+    def _drop_unread(self) -> None:
+        """Removes the keys that the same engine doesn't read any more."""
+        for section, key in self.before:
+            if (section, key) not in self.after and key in self.job.section(section):
+                self.removals.append(Edit(section, self.job.written_name(section, key)))
+                self._lose(section, key, self.job.section(section)[key], "has no effect now")
+        is_restaged = self.old.zero_stage != self.new.zero_stage and not self._is_open((self.section, "zero_stage"))
+        if is_restaged and OWN_FILE in self.job.section(self.section):
+            self.removals.append(Edit(self.section, OWN_FILE))
+            self._lose("", OWN_FILE, None, "the stage is in that file, which is not read", breaks=True)
+
+    def _change_engine(self) -> None:
+        """Renames the section and its keys, and removes what the other engine doesn't read."""
+        if ("fsdp_config", STRATEGY) in self.after:
+            self.after["fsdp_config", STRATEGY] = STRATEGIES[self.new.strategy]
+        self._name_losses()
+        values = {key: value for key, value in self.job.values.items() if key != self.section}
+        content: Mapping[str, Any] = (self.job.values.get(self.section) if self.section else None) or {}
+        if self.place != self.section:
+            if self.place in values:  # it must not become active
+                self.removals.append(Edit("", self.place))
+                self._lose("", self.place, values[self.place], f"had no effect: {self.engine.label} does not read it")
+            if self.section in self.job.values:
+                self.removals.append(Edit("", self.section, new_key=self.place))
+        kept, renamed = dict[str, Any](), dict[Place, Any]()
+        for raw, value in content.items():
+            key = full_name(self.section, raw)
+            if lost := self._why_lost(raw, key, value):
+                self.removals += [Edit(self.place, raw)] if self.place else []
+                known = key if (self.section, key) in BY_NAME or key in RETIRED else raw
+                self._lose(self.section, known, value, *lost)
+            elif (new_key := self._named(key)) != key:
+                renamed[self.place, new_key] = new = self.after[self.place, new_key]
+                self.edits.append(Edit(self.place, raw, new, new_key))
+                is_lost = key == "offload_optimizer_device" and _breaks(key, value, self.job)
+                why, path = NO_EQUIVALENT[key][0] if is_lost else "", _path(self.section, key)
+                self.changes.append(Change(path, "renamed", show(value), show(new), new_key, why, breaks=is_lost))
+            else:
+                kept[raw] = value
+        self.job = replace(self.job, values={**values, self.place: kept} if self.place else values)
+        self.before |= {place: self._read(*place) for place in self.after if place[0]} | renamed
+
+    def _why_lost(self, raw: str, key: str, value: Any) -> tuple[str, bool, str] | None:
+        """Why a key goes, whether its meaning is lost, and what replaces it; None if it stays."""
+        is_last = raw == [name for name in self.job.values[self.section] if full_name(self.section, name) == key][-1]
+        idle = _without_effect(self.engine, self.section, key, value)
+        if not is_last or idle:
+            return (*(idle or ("", False)), "") if is_last else ("written twice, the later one is used", False, "")
+        is_still_read = self.place == self.section and (self.section, key) not in self.before
+        is_still_read = is_still_read and self.other in BY_NAME[self.section, key].engines
+        if is_still_read or (self.place, self._named(key)) in self.after:
+            return None
+        why, _, fix = NO_EQUIVALENT.get(key, (f"{self.other.label} does not read it", ALL, ""))
+        return why, _breaks(key, value, self.job), fix
+
+    def _named(self, key: str) -> str:
+        """The name of a key in the new engine."""
+        names = next((names for names in SAME_SETTING if key in names), ())
+        return next((name for name in (key, *names) if (self.place, name) in self.after), key)
+
+    def _read(self, section: str, key: str) -> Any:
+        """What the new engine reads from the file so far; a mesh is always written out."""
+        if key in self.job.section(section):
+            return effective(self.job, section, key)
+        return None if section == MESH else BY_NAME[section, key].default
+
+    def _set_answers(self) -> None:
         """Sets the keys whose answers have changed, and those that can't be read."""
         for place, value in self.after.items():
-            if top_only and place[0]:
-                continue
-            if not (self._is_open(place) or (self.before.get(place) == value and self._is_usable(place))):
+            is_kept = show(self.before.get(place)).lower() == show(value).lower() and self._is_usable(place)
+            if not is_kept and not self._is_open(place):
                 section, key = place
                 self.edits.append(Edit(section, self.job.written_name(section, key), value))
+                why = "" if self.engine is self.other else ADDED.get(key, "the new engine")
                 old = show(self.job.section(section).get(key))
-                why = ADDED.get(key, "") if top_only else ""
-                yield Change(_path(section, key), "changed", old, show(value), why=why)
+                self.changes.append(Change(_path(section, key), "changed", old, show(value), why=why))
 
     def _is_open(self, place: Place) -> bool:
         """Whether the file leaves a key to the model, the machine or the command line, and nobody has answered it."""
@@ -269,122 +326,34 @@ class Conversion:
             return field.key in NULL_IS_ABSENT or field.default in UNKNOWN
         return field.key not in content or is_readable(field, content[field.key])
 
-    def _same_engine(self) -> Iterator[Change]:
-        for section, key in self.before:
-            if (section, key) not in self.after and key in self.job.section(section):
-                self.edits.append(Edit(section, self.job.written_name(section, key)))
-                yield Change(_path(section, key), "lost", show(self.job.section(section)[key]), why="has no effect now")
-        is_restaged = self.old.zero_stage != self.new.zero_stage and not self._is_open((self.section, "zero_stage"))
-        if is_restaged and OWN_FILE in self.job.section(self.section):
-            self.edits.append(Edit(self.section, OWN_FILE))
-            yield Change(OWN_FILE, "lost", why="the stage is in that file, which is not read", breaks=True)
-
-    def _sections(self) -> Iterator[Change]:
-        """Renames or removes the section. An unread section of the new name must not become active."""
-        if self.place == self.section:
-            return
-        if self.place in self.job.values:
-            self.removals.append(Edit("", self.place))
-            why = f"had no effect: {self.engine.label} does not read it"
-            yield Change(self.place, "lost", show(self.job.values[self.place]), why=why)
-        if self.section in self.job.values:
-            self.removals.append(Edit("", self.section, new_key=self.place))
-
-    def _keys(self) -> Iterator[Change]:
-        """Renames, changes or removes the keys of the section."""
-        content: Mapping[str, Any] = (self.job.values.get(self.section) if self.section else None) or {}
-        names = {full_name(self.section, raw): raw for raw in content}
-        for raw, value in content.items():
-            key = full_name(self.section, raw)
-            known = key if (self.section, key) in BY_NAME or key in RETIRED else raw
-            new_key, idle = self._named(key), _without_effect(self.engine, self.section, key, value)
-            if names[key] != raw:
-                yield self._lost(raw, known, value, "written twice, the later one is used")
-            elif idle:
-                yield self._lost(raw, known, value, *idle)
-            elif (self.place, new_key) in self.after:
-                yield from self._kept(raw, key, new_key, value)
-            elif not self._is_still_read(key):
-                why, _, fix = NO_EQUIVALENT.get(key, (f"{self.other.label} does not read it", ALL, ""))
-                yield self._lost(raw, key, value, why, _breaks(key, value, self.job), fix)
-
-    def _is_still_read(self, key: str) -> bool:
-        """Whether a key without a question means the same to the new engine."""
-        place = (self.section, key)
-        return self.place == self.section and place not in self.before and self.other in BY_NAME[place].engines
-
-    def _kept(self, raw: str, key: str, new_key: str, value: Any) -> Iterator[Change]:
-        new, path = self.after[self.place, new_key], _path(self.section, key)
-        if new_key != key:
-            self.edits.append(Edit(self.place, raw, new, new_key))
-            is_lost = key == "offload_optimizer_device" and _breaks(key, value, self.job)
-            why = NO_EQUIVALENT[key][0] if is_lost else ""
-            yield Change(path, "renamed", show(value), show(new), new_key, why, breaks=is_lost)
-        elif str(effective(self.job, self.section, key)).lower() != str(new).lower() or (
-            BY_NAME[self.section, key].kind is Kind.NAMES and value != new
-        ):
-            self.edits.append(Edit(self.place, raw, new))
-            yield Change(path, "changed", show(value), show(new))
-
-    def _named(self, key: str) -> str:
-        """The name of a key in the new engine."""
-        names = next((names for names in SAME_SETTING if key in names), ())
-        return next((name for name in (key, *names) if (self.place, name) in self.after), key)
-
-    def _lost(self, raw: str, key: str, value: Any, why: str, breaks: bool = False, fix: str = "") -> Change:
-        if self.place:
-            self.removals.append(Edit(self.place, raw))
-        fix = fix.format(value) if breaks else ""
-        return Change(_path(self.section, key), "lost", show(value), why=why, breaks=breaks, fix=fix)
-
-    def _added(self) -> Iterator[Change]:
-        """Adds the keys that the new engine needs, where its default differs."""
-        content = self.job.section(self.section) if self.section else {}
-        covered = {
-            self._named(key)
-            for key, value in content.items()
-            if not _without_effect(self.engine, self.section, key, value)
-        }
-        for (section, key), value in self.after.items():
-            is_new = section and key not in covered and value != BY_NAME[section, key].default
-            if not self._mesh_loss() if section == MESH else is_new:
-                self.edits.append(Edit(section, key, value))
-                why = "one replica per machine" if section == MESH else ADDED.get(key, "the new engine")
-                yield Change(_path(section, key), "changed", "", show(value), why=why)
-
-    def _mesh_loss(self) -> str:
-        """Why FSDP1's hybrid sharding has no mesh; empty if it has one, or isn't asked for."""
-        ranks, machines = self.job.number("num_processes"), self.job.number("num_machines") or 1
-        has_none = not ranks or ranks % machines or ranks == machines
-        is_asked = self.engine is Engine.FSDP1 and self.other is Engine.FSDP2
-        is_lost = is_asked and STRATEGIES[self.new.strategy] in HYBRID and has_none
-        return "hybrid needs num_processes: 2 or more on each machine" if is_lost else ""
-
-    def _special(self) -> Iterator[Change]:
+    def _name_losses(self) -> None:
         """What is lost though its key has an equivalent."""
+        ranks, machines = self.job.number("num_processes"), self.job.number("num_machines") or 1
+        problem = mesh_problem(self.job, "fsdp" if self.other is Engine.FSDP1 else "zero")
         if MESH in self.job.values and not any(section == MESH for section, _ in self.after):
-            problem = mesh_problem(self.job, "fsdp" if self.other is Engine.FSDP1 else "zero")
             self.removals.append(Edit("", MESH))
-            old, why = show(self.job.values[MESH]), problem or f"{self.other.label} reads none"
-            yield Change(MESH, "lost", old, why=why, breaks=bool(problem))
-        to_zero, from_zero = self.other is Engine.DEEPSPEED, self.engine is Engine.DEEPSPEED
-        unwraps = self.job.is_fsdp and self.place == self.section and self.old.wrap_policy == "NO_WRAP"
-        hybrid, nearest = "hybrid is ZeRO++ or MiCS, in DeepSpeed's own JSON", "SHARD_GRAD_OP is nearest"
-        unwraps = unwraps and self.new.wrap_policy != "NO_WRAP"
-        is_hybrid = to_zero and self._is_hybrid() and not mesh_problem(self.job, "zero")
-        losses = (
-            (is_hybrid, "hybrid sharding", "", hybrid),
-            (self._mesh_loss(), MESH, "", self._mesh_loss()),
-            (from_zero and self.old.zero_stage == 1, "ZeRO-1", "", f"ZeRO-1 has no FSDP twin: {nearest}"),
-            (unwraps, "fsdp_auto_wrap_policy", "NO_WRAP", "activation checkpointing needs a wrap policy"),
-            (self.old.ep > self.new.ep == 1, EXPERT_FLAG, str(self.old.ep), "FSDP2 alone has expert parallelism"),
-        )
-        yield from (Change(key, "lost", old, why=why, breaks=True) for is_lost, key, old, why in losses if is_lost)
-
-    def _is_hybrid(self) -> bool:
+            self._lose("", MESH, self.job.values[MESH], problem or f"{self.other.label} reads none", bool(problem))
+        if self.engine is Engine.FSDP1 and (not ranks or ranks % machines or ranks == machines):
+            for place in [place for place in self.after if place[0] == MESH]:
+                del self.after[place]
+            if self.other is Engine.FSDP2 and STRATEGIES[self.new.strategy] in HYBRID:
+                self._lose("", MESH, None, "hybrid needs num_processes: 2 or more on each machine", True)
+        is_hybrid = self.engine is Engine.FSDP2 and self.old.dp_replicate > 1
         if self.engine is Engine.FSDP1:
-            return STRATEGIES.get(self.old.strategy) in HYBRID and not _is_alone(self.job)
-        return self.engine is Engine.FSDP2 and self.old.dp_replicate > 1
+            is_hybrid = STRATEGIES.get(self.old.strategy) in HYBRID and not _is_alone(self.job)
+        if is_hybrid and self.other is Engine.DEEPSPEED and not problem:
+            self._lose("", "hybrid sharding", None, "hybrid is ZeRO++ or MiCS, in DeepSpeed's own JSON", True)
+        if self.engine is Engine.DEEPSPEED and self.old.zero_stage == 1:
+            self._lose("", "ZeRO-1", None, "ZeRO-1 has no FSDP twin: SHARD_GRAD_OP is nearest", True)
+        if (
+            self.job.is_fsdp
+            and self.place == self.section
+            and self.old.wrap_policy == "NO_WRAP" != self.new.wrap_policy
+        ):
+            why = "activation checkpointing needs a wrap policy"
+            self._lose("", "fsdp_auto_wrap_policy", "NO_WRAP", why, True)
+        if self.old.ep > self.new.ep == 1:
+            self._lose("", EXPERT_FLAG, self.old.ep, "FSDP2 alone has expert parallelism", True)
 
 
 def _without_effect(engine: Engine, section: str, key: str, value: Any) -> tuple[str, bool] | None:

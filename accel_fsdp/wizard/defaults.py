@@ -116,7 +116,7 @@ def activation_checkpointing(context: Context) -> tuple[bool, str]:
         )
     if why := validation.reason("activation_checkpointing", True, context):
         return False, why
-    candidate = recommended.candidate(context) if recommended.checkpoints_in_yaml(context) else None
+    candidate = recommended.candidate(context) if context.is_fsdp else None
     if candidate is None:
         return False, "costs about a third more compute"
     if candidate.recipe.recomputes:

@@ -20,7 +20,8 @@ from accel_fsdp.wizard.question import Context, Question, settle, store
 from accel_fsdp.wizard.questions import QUESTIONS, to_answers, useless
 
 RANKS = ("num_processes", *MESH)
-"""The answers about ranks, which `accel-fsdp check` judges together."""
+ABOUT_RANKS = ("AF316", "AF329", "AF330", "AF333", "AF402", "AF516", "AF517", "AF518", "AF519")
+"""The answers about ranks, and the rules of `accel-fsdp check` that judge them together."""
 WITHOUT_MODEL = ""
 """The answer where no model is needed: the layer class is named, or a file is edited."""
 
@@ -36,7 +37,6 @@ class Interview:
 
     flags: Mapping[str, str]
     given: dict[str, Any]
-    quiet: bool = False
     fixed: frozenset[str] = frozenset()
     asked: list[str] = field(default_factory=list)
 
@@ -56,10 +56,7 @@ class Interview:
 
     def unanswered(self) -> list[Question]:
         """The questions that apply and have no given answer; without a model, those for a Llama."""
-        session = self
-        if "model" not in self.given:
-            session = replace(self, given={**self.given, "model": PRESET_MODEL}, quiet=True)
-        context = session.settled()
+        context = replace(self, given={"model": PRESET_MODEL, **self.given}).settled()
         return [q for q in QUESTIONS if q.is_open(context) and q.field not in self.given]
 
     def _settle(self, question: Question, context: Context) -> Context:
@@ -95,10 +92,7 @@ class Interview:
         if self.is_without_model:
             return replace(context, unread=True)
         try:
-            model = read_model(context["model"])
-            if not self.quiet:
-                _introduce(context["model"])
-            return replace(context, model=model)
+            return replace(context, model=read_model(context["model"]))
         except UserError as error:
             if "layer_class" not in self.given:
                 raise type(error)(error.what, why=error.why, fix=f"{error.fix}; or --layer-class NAME") from error
@@ -110,22 +104,20 @@ class Interview:
 
 
 def judged(question: Question, context: Context) -> Context:
-    """Refuses an answer about ranks with which `accel-fsdp check` finds fault in the YAML of the answers so far."""
+    """Refuses an answer about ranks that `accel-fsdp check` finds fault with in the YAML of the answers so far."""
     answers = Answers(**{"main_process_port": DEFAULT_PORT, **context.given})
     if question.field not in RANKS or (question.field in MESH and getattr(answers, question.field) == 1):
         return context
     if question.field in ("tp", "ep") and context.model and context.model.auto_class != models.CAUSAL:
-        fix = f"{question.flag} 1"
-        raise UserError(f"{question.flag} for {context.model.auto_class}", why="train/sft.py alone divides", fix=fix)
-    from accel_fsdp.linter.rules import Subject, run
+        what, why = f"{question.flag} for {context.model.auto_class}", "train/sft.py alone divides"
+        raise UserError(what, why=why, fix=f"{question.flag} 1")
+    from accel_fsdp.linter.rules import RULES, Subject, run
 
-    words = script_arguments("\n".join(to_yaml.header(answers)))
-    arguments = parse_command_line(words)
+    arguments = parse_command_line(script_arguments("\n".join(to_yaml.header(answers))))
     subject = Subject(to_yaml.to_mapping(answers), args=arguments, model=context.model, uses_sft=True)
-    for finding in run(subject):
-        if finding.severity == "error" or finding.code == "AF333":
-            fix = finding.fix.replace(EXPERT_FLAG, "--ep").replace(f"{size_key('tp')}:", "--tp")
-            raise UserError(f"{question.flag} {context[question.field]}: {finding.what}", why=finding.why, fix=fix)
+    for finding in run(subject, {code: RULES[code] for code in ABOUT_RANKS}):
+        fix = finding.fix.replace(EXPERT_FLAG, "--ep").replace(f"{size_key('tp')}:", "--tp")
+        raise UserError(f"{question.flag} {context[question.field]}: {finding.what}", why=finding.why, fix=fix)
     return context
 
 
@@ -175,8 +167,8 @@ def _say_once(line: str) -> None:
     console.say(line, style="yellow", wrap=True)
 
 
-@cache
-def _introduce(name: str) -> None:
+def introduce(name: str) -> None:
+    """Says what a model is, and which of its layers are units."""
     model = read_model(name)
     layers = ", ".join(f"{layer.count} x {layer.name}" for layer in model.wrap_classes) or "no repeated layer"
     origin = f" ({model.origin})" if model.origin else ""

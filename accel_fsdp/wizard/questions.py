@@ -17,7 +17,7 @@ from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import machines
 from accel_fsdp.wizard import defaults, recommended, validation
 from accel_fsdp.wizard.answers import Answers
-from accel_fsdp.wizard.question import Context, Option, Question
+from accel_fsdp.wizard.question import Context, Option, Question, store
 
 METAVARS = {Kind.BOOL: "true|false", Kind.INT: "N", Kind.NAMES: "NAME[,NAME]", Kind.TEXT: "TEXT"}
 KEYS = {
@@ -140,6 +140,7 @@ STRATEGY_MEANINGS = {
     4: f"{STRATEGIES[4]}: as 1 inside each machine, one replica per machine",
     5: f"{STRATEGIES[5]}: as 2 inside each machine, one replica each",
 }
+NO_EFFECT = "a setting without effect usually means a mistake elsewhere"
 NAMES = {str(number): name for number, name in STRATEGIES.items()}
 
 QUESTIONS: tuple[Question, ...] = (
@@ -187,16 +188,14 @@ def to_answers(context: Context) -> Answers:
 
 
 def useless(question: Question, context: Context) -> UsageError:
-    """The error for the flag of a question that doesn't apply; it names the answer that decides so, if it is one."""
-    flag, decided, fix = question.flag, "the other answers", f"leave out {question.flag}"
-    for earlier in QUESTIONS:
-        options = earlier.options(context) if earlier.options and earlier.field in context.given else []
-        for value in (option.value for option in options if not option.disabled):
-            enabling = replace(context, given={**context.given, earlier.field: value})
-            if question.applies(enabling) and decided == "the other answers":
-                decided, fix = f"{earlier.flag} {context[earlier.field]}", f"{fix}, or {earlier.flag} {value}"
-    why = "a setting without effect usually means a mistake elsewhere"
-    return UsageError(f"{flag} has no effect with {decided}", why=why, fix=fix)
+    """The error for the flag of a question that doesn't apply; it names an answer before it with which it would."""
+    flag, fix = question.flag, f"leave out {question.flag}"
+    for earlier in (earlier for earlier in QUESTIONS if earlier.options and earlier.field in context.given):
+        for option in earlier.options(context):
+            if not option.disabled and question.applies(store(earlier, context, option.value)):
+                what = f"{flag} has no effect with {earlier.flag} {context[earlier.field]}"
+                return UsageError(what, why=NO_EFFECT, fix=f"{fix}, or {earlier.flag} {option.value}")
+    return UsageError(f"{flag} has no effect with the other answers", why=NO_EFFECT, fix=fix)
 
 
 def applying(answers: Answers) -> list[Question]:

@@ -10,15 +10,15 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.config import ENGINE_NAMES, FSDP_VERSIONS, STRATEGIES, TORCH_DTYPES, Engine, Precision
+from accel_fsdp.config import ENGINE_NAMES, STRATEGIES, TORCH_DTYPES, Engine, JobConfig, Precision
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import gpus, machines
-from accel_fsdp.job import FSDP_KINDS, Job, Layout, Recipe, from_arguments, recompute_by
+from accel_fsdp.job import Job, Layout, Recipe, from_arguments, from_yaml, recompute_by
 from accel_fsdp.models import state_bytes
 from accel_fsdp.units import gib_or_mib
 from accel_fsdp.wizard import validation
-from accel_fsdp.wizard.answers import MESH
-from accel_fsdp.wizard.question import Context, engine_of
+from accel_fsdp.wizard.answers import MESH, Answers
+from accel_fsdp.wizard.question import Context
 
 if TYPE_CHECKING:
     from accel_fsdp.prediction import Candidate, Problem
@@ -35,28 +35,21 @@ NO_ADDRESS = (
     "note: without the first machine's address a cluster engine has to give it: accel-fsdp script makes its job file"
 )
 RECOMPUTES = "activation_checkpointing"
+DECIDING = ("fsdp_version", "strategy", "zero_stage", "cpu_offload", RECOMPUTES, "batch")
+"""Questions besides the engine whose answers are a job's."""
+NAMES = {name.lower(): str(number) for number, name in STRATEGIES.items()}
 _CACHE: "dict[tuple[Any, ...], Candidate | None]" = {}
 
 
 def layout_of(context: Context) -> Layout | None:
     """How the ranks share the model, as `accel-fsdp plan --config` reads the YAML; None on CPU and TPU."""
-    answers = context.given
-    count, number = context.machine.count, answers["num_machines"]
-    ranks = answers.get("num_processes") or count * number
-    if not count or answers["engine"] == "tpu":
+    from accel_fsdp.wizard import to_yaml
+
+    ranks = context.machine.count * context["num_machines"]
+    if not ranks or context["engine"] == "tpu":
         return None
-    together, offloads = max(ranks // number, 1), bool(answers.get("cpu_offload"))
-    engine = engine_of(answers)
-    if answers["engine"] == "single":
-        return Layout.alone()
-    if engine is Engine.DEEPSPEED:
-        return Layout.zero(answers.get("zero_stage", 3), ranks, together, offloads)
-    if engine is Engine.DDP:
-        return Layout.ddp(ranks, together)
-    replicas, tensor, experts = (answers.get(name) or 1 for name in MESH)
-    strategy = answers.get("strategy", 1)
-    together = ranks // replicas if strategy in (4, 5) and replicas > 1 else together
-    return Layout(engine, strategy, ranks, together, offloads, tensor, experts=experts)
+    answers = Answers(**{"zero_stage": 3, "num_processes": ranks, **context.given})
+    return replace(from_yaml.layout_of(JobConfig(to_yaml.to_mapping(answers))), experts=answers.ep)
 
 
 @cache
@@ -125,7 +118,7 @@ def _cached(problem: "Problem", answers: tuple[Any, ...], find: "Callable[[], Ca
     return _CACHE[key]
 
 
-def _searched(context: Context, problem: "Problem", asked: Mapping[str, Any]) -> "Candidate | None":
+def _searched(context: Context, problem: "Problem", asked: Mapping[str, str]) -> "Candidate | None":
     """The recommendation among the layouts that the plan tries, or in the one that is answered, such as NO_SHARD.
 
     The one without any answer stays while the answers agree with it.
@@ -133,10 +126,10 @@ def _searched(context: Context, problem: "Problem", asked: Mapping[str, Any]) ->
     from accel_fsdp.prediction import layouts, search
 
     agrees, plain = _agreement(asked), _cached(problem, (), lambda: search.best(problem))
-    if plain and agrees(plain.job) and asked.get("batch", plain.recipe.rows) == plain.recipe.rows:
+    if plain and agrees(plain.job):
         return plain
     if "batch" in asked:
-        problem = replace(problem, job=problem.job.with_recipe(rows=asked["batch"]), fixed_rows=True)
+        problem = replace(problem, job=problem.job.with_recipe(rows=int(asked["batch"])), fixed_rows=True)
     jobs = [job for job in layouts(problem.job) if agrees(job) or agrees(job.with_layout(offload=True))]
     own = layout_of(context) if not jobs and "engine" in context.given else None
     jobs = [replace(problem.job, layout=own)] if own else jobs
@@ -151,7 +144,7 @@ def _divides(context: Context) -> bool:
     return any(str(answers.get(axis) or 1) != "1" for axis in MESH[1:])
 
 
-def _on_mesh(context: Context, problem: "Problem", asked: Mapping[str, Any]) -> "Candidate | None":
+def _on_mesh(context: Context, problem: "Problem", asked: Mapping[str, str]) -> "Candidate | None":
     """One row on the mesh of the answers, with checkpointing where it doesn't fit without; None before its sizes."""
     layout = layout_of(context) if "ep" in context.given else None
     if layout is None:
@@ -166,44 +159,44 @@ def _is_number(text: str) -> bool:
     return text.isdecimal() and len(text) <= 9
 
 
-def wanted(context: Context) -> dict[str, Any]:
+def wanted(context: Context) -> dict[str, str]:
     """The answers that decide a job, settled or by flags; a flag of one engine alone picks it."""
-    answers = {**context.wished, **context.given}
-    asked: dict[str, Any] = {}
-    if "engine" in answers:
-        asked["engine"] = str(answers["engine"]).lower()
-    elif "zero_stage" in answers:
-        asked["engine"] = "deepspeed"
-    elif OF_FSDP & answers.keys():
-        asked["engine"] = "fsdp"
-    for name in ("fsdp_version", "zero_stage", "batch"):
-        if _is_number(str(answers.get(name, ""))):
-            asked[name] = int(answers[name])
-    numbers = {name.lower(): number for number, name in STRATEGIES.items()} | {str(n): n for n in STRATEGIES}
-    if number := numbers.get(str(answers.get("strategy", "")).lower()):
-        asked["strategy"] = number
-    for name in ("cpu_offload", "activation_checkpointing"):
-        if str(answers.get(name, "")).lower() in ("true", "false"):
-            asked[name] = str(answers[name]).lower() == "true"
+    answers = {name: str(value).lower() for name, value in {**context.wished, **context.given}.items()}
+    asked = {name: NAMES.get(answers[name], answers[name]) for name in DECIDING if name in answers}
+    asked = {name: text for name, text in asked.items() if text in ("true", "false") or _is_number(text)}
+    if engine := answers.get(
+        "engine", "deepspeed" if "zero_stage" in answers else "fsdp" if OF_FSDP & answers.keys() else ""
+    ):
+        asked["engine"] = engine
     return asked
 
 
-def _agreement(asked: Mapping[str, Any]) -> Callable[[Job], bool]:
+def decisions(job: Job) -> dict[str, str]:
+    """The flags of the wizard that say how a job is trained."""
+    layout = job.layout
+    flags = {"engine": ENGINE_NAMES[layout.engine], "batch": str(job.recipe.rows)}
+    if layout.is_fsdp:
+        flags |= {"fsdp_version": layout.engine.removeprefix("fsdp"), "strategy": str(layout.strategy)}
+        flags[RECOMPUTES] = str(job.settled.recompute == "engine").lower()
+    if layout.engine is Engine.DEEPSPEED:
+        flags["zero_stage"] = str(layout.strategy)
+    if layout.is_fsdp or layout.engine is Engine.DEEPSPEED:
+        flags["cpu_offload"] = str(layout.offload).lower()
+    return flags
+
+
+def _agreement(asked: Mapping[str, str]) -> Callable[[Job], bool]:
     """Whether a job has the answers asked for, as far as they apply to its engine."""
+    if asked.get("strategy") == "3" and asked.get("fsdp_version", "2") == "2":
+        asked = {**asked, "engine": "ddp"}
 
     def agrees(job: Job) -> bool:
-        layout, fsdp = job.layout, job.engine in FSDP_KINDS
-        by_engine = recompute_by(job.engine, job.method) == "engine"
-        named = "ddp" if asked.get("strategy") == 3 and asked.get("fsdp_version", 2) == 2 else asked.get("engine")
-        has = {
-            "engine": named in (None, ENGINE_NAMES[job.engine]) or job.engine is Engine.NONE,
-            "fsdp_version": not fsdp or FSDP_VERSIONS[asked.get("fsdp_version", 2)] is job.engine,
-            "strategy": not fsdp or layout.strategy == asked.get("strategy"),
-            "zero_stage": job.engine is not Engine.DEEPSPEED or layout.strategy == asked.get("zero_stage"),
-            "cpu_offload": not (fsdp or job.engine is Engine.DEEPSPEED) or layout.offload == asked.get("cpu_offload"),
-            "activation_checkpointing": not by_engine or job.recipe.recomputes == asked.get(RECOMPUTES),
-        }
-        return all(has[name] for name in asked if name in has)
+        decided = decisions(job)
+        if job.engine is Engine.NONE:
+            del decided["engine"]
+        if recompute_by(job.engine, job.method) != "engine":
+            decided.pop(RECOMPUTES, None)
+        return all(decided.get(name, text) == text for name, text in asked.items())
 
     return agrees
 
@@ -273,12 +266,6 @@ def check_length(context: Context, value: Any) -> int | None:
     length, problem = validation.check_tokens(context, value), problem_of(context)
     recorded = (problem.shape,) if problem else trace_store.find(context["model"])
     return length_of(recorded[0], length) if recorded else length
-
-
-def checkpoints_in_yaml(context: Context) -> bool:
-    """Whether Accelerate can checkpoint activations with these answers; otherwise the training script can."""
-    question_key = ("activation_checkpointing", True, context)
-    return context.is_fsdp and not validation.reason(*question_key) and not validation.caution(*question_key)
 
 
 def warnings(context: Context) -> tuple[str, ...]:
