@@ -48,9 +48,9 @@ class Proposer:
         """
         answers, words = self.answers(job), argument_words(job)
         script = [to_yaml.OWN_SCRIPT, *words] if answers.own_script else header.example_run(answers.model, words)
-        line = header.engine_line if answers.needs_engine else header.launch_line
         expandable = machines.parse(self.gpus)[0].has_expandable_segments
-        return to_yaml.to_text(answers, line(THIS_FILE, script, expandable=expandable))
+        line = header.launch_line(THIS_FILE, script, place=answers.place, expandable=expandable)
+        return to_yaml.to_text(answers, line)
 
     def command(self, job: Job) -> str:
         """The command that writes the YAML of the recommended job, without the wizard's own defaults."""

@@ -5,6 +5,7 @@ from . import reading as reading
 from . import recommended as recommended
 from . import to_yaml as to_yaml
 from .answers import Answers as Answers
+from .answers import Context as Context
 from .command import configure as configure
 from .convert import Change as Change
 from .flags import ConfigCommand as ConfigCommand
@@ -16,7 +17,6 @@ from .migration import migrate as migrate
 from .migration import migrated as migrated
 from .presets import MODEL as MODEL
 from .presets import PRESETS as PRESETS
-from .question import Context as Context
 from .questions import QUESTIONS as QUESTIONS
 from .questions import applying as applying
 from .to_yaml import to_text as to_text

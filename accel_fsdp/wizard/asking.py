@@ -14,9 +14,9 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent, merge_key_bin
 
 from accel_fsdp import console
 from accel_fsdp.errors import UserError
+from accel_fsdp.wizard.answers import Context
 from accel_fsdp.wizard.interview import Interview, in_words, introduce
-from accel_fsdp.wizard.question import Context, Option, Question, settle
-from accel_fsdp.wizard.questions import QUESTIONS
+from accel_fsdp.wizard.questions import QUESTIONS, Option, Question, settle
 
 BACK = object()
 """The answer after Escape."""

@@ -175,7 +175,8 @@ def _say_how_to_train(answers: Answers) -> None:
         _warn((f"note: {what if answers.auto_class else unread}; launch a script of your own:",))
         return
     hint = ", on each machine with its own --machine_rank" if answers.num_machines > 1 else ""
-    console.say(f"train with{', in a job of SLURM, Kubernetes or another engine' if answers.needs_engine else hint}:")
+    engine = ", in a job of SLURM, Kubernetes or another engine"
+    console.say(f"train with{engine if answers.place == 'engine' else hint}:")
 
 
 def _rows(answers: Answers) -> list[tuple[str, str]]:

@@ -31,8 +31,7 @@ from accel_fsdp.config import (
 )
 from accel_fsdp.errors import UsageError
 from accel_fsdp.units import counted
-from accel_fsdp.wizard.answers import Answers
-from accel_fsdp.wizard.question import engine_of
+from accel_fsdp.wizard.answers import Answers, engine_of
 from accel_fsdp.wizard.reading import KEYS, MESH, UNKNOWN, class_names, effective, is_readable
 from accel_fsdp.wizard.to_yaml import SECTIONS, Place, flat_mapping
 

@@ -7,7 +7,7 @@ from accel_fsdp.config import DEFAULT_PORT, ENGINE_NAMES, PLACING, Engine
 from accel_fsdp.hardware import machines
 from accel_fsdp.units import listed
 from accel_fsdp.wizard import recommended, validation
-from accel_fsdp.wizard.question import Context
+from accel_fsdp.wizard.answers import Context
 
 
 def always(value: Any, reason: str) -> Callable[[Context], tuple[Any, str]]:

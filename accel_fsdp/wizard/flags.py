@@ -8,8 +8,7 @@ from typing import Annotated, Any
 from accel_fsdp.command_line import arg
 from accel_fsdp.job import Recipe
 from accel_fsdp.wizard.presets import PRESETS
-from accel_fsdp.wizard.question import Question
-from accel_fsdp.wizard.questions import QUESTIONS
+from accel_fsdp.wizard.questions import QUESTIONS, Question
 
 SeqLen = Annotated[
     int | None, arg("Tokens per sequence.", "TOKENS", default=f"{Recipe.length}, or the model's positions if fewer")

@@ -14,10 +14,9 @@ from accel_fsdp.hardware import MachineFacts, host
 from accel_fsdp.models import ModelFacts, catalogue, remote_code
 from accel_fsdp.units import parameters
 from accel_fsdp.wizard import recommended, to_yaml
-from accel_fsdp.wizard.answers import MESH, Answers
+from accel_fsdp.wizard.answers import MESH, Answers, Context
 from accel_fsdp.wizard.presets import MODEL as PRESET_MODEL
-from accel_fsdp.wizard.question import Context, Question, settle, store
-from accel_fsdp.wizard.questions import QUESTIONS, to_answers, useless
+from accel_fsdp.wizard.questions import QUESTIONS, Question, settle, store, to_answers, useless
 
 RANKS = ("num_processes", *MESH)
 ABOUT_RANKS = ("AF316", "AF329", "AF330", "AF333", "AF402", "AF516", "AF517", "AF518", "AF519")

@@ -6,18 +6,108 @@ Pure: no terminal, no files, no torch. `asking.py` asks them. Prompts, choices a
 `schema.py`; this table has the parts that depend on other answers, the model and the machine.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from accel_fsdp import command_line
 from accel_fsdp.config import BY_NAME, HYBRID, STRATEGIES, ZERO_STAGES, Engine, Kind, zero_name
-from accel_fsdp.errors import UsageError
+from accel_fsdp.errors import UsageError, did_you_mean
 from accel_fsdp.hardware import machines
 from accel_fsdp.wizard import defaults, recommended, validation
-from accel_fsdp.wizard.answers import Answers
-from accel_fsdp.wizard.question import Context, Option, Question, store
+from accel_fsdp.wizard.answers import Answers, Context
+
+
+@dataclass(frozen=True)
+class Option:
+    """One answer to choose from, with its consequence in a few words; `disabled` says why it can't be chosen here.
+
+    An option that isn't `offered` is accepted only from a file or a flag; `caution` is its condition.
+    """
+
+    value: Any
+    text: str | Callable[[], str]
+    disabled: str = ""
+    offered: bool = True
+    caution: str = ""
+
+    @property
+    def label(self) -> str:
+        return self.text if isinstance(self.text, str) else self.text()
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question. `field` is its name in `Answers`, with dashes the flag of `accel-fsdp config`.
+
+    `default` returns the proposed value and the reason in one line. `metavar` is shown in `--help`; `names` are second
+    spellings of its values, `alias` a second flag. `applies` says whether to ask at all: if it is false the default is
+    used. `helps` says whether it is written even with its default, and `asked` whether the wizard asks it: the others
+    have flags alone. `check` returns the value as stored, or raises `UserError`. `key` is the section and key of the
+    YAML for the answer, if a single key takes it.
+    """
+
+    field: str
+    prompt: str
+    default: Callable[[Context], tuple[Any, str]]
+    options: Callable[[Context], list[Option]] | None = None
+    applies: Callable[[Context], bool] = lambda context: True
+    helps: Callable[[Context], bool] = lambda context: True
+    check: Callable[[Context, Any], Any] = lambda context, value: value
+    metavar: str = "TEXT"
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    alias: str = ""
+    key: tuple[str, str] | None = None
+    asked: Callable[[Context], bool] = lambda context: True
+
+    def is_open(self, context: Context) -> bool:
+        """Whether the wizard asks it after these answers."""
+        return self.applies(context) and self.helps(context) and self.asked(context)
+
+    @property
+    def flag(self) -> str:
+        return command_line.flag_of(self.field)
+
+    @property
+    def title(self) -> str:
+        return self.field.replace("_", " ")
+
+
+def settle(question: Question, context: Context, value: Any) -> Context:
+    """Returns the context with `value` checked and stored as the answer to `question`."""
+    if question.options is not None:
+        value = _one_of(question, question.options(context), value)
+    return store(question, context, question.check(context, value))
+
+
+def store(question: Question, context: Context, value: Any) -> Context:
+    return replace(context, given={**context.given, question.field: value})
+
+
+def _one_of(question: Question, options: list[Option], value: Any) -> Any:
+    """The option whose value reads like `value`: flags arrive as text, in any case."""
+    by_text = {str(option.value).lower(): option for option in options}
+    by_text |= {name.lower(): by_text[text] for text, name in question.names.items()}
+    text = str(value).lower()
+    chosen = by_text.get(text)
+    if chosen is not None and not chosen.disabled:
+        return chosen.value
+    known = [
+        str(option.value).lower() if isinstance(option.value, bool) else str(option.value)
+        for option in options
+        if option.offered and not option.disabled
+    ]
+    others = "--engine ddp, or another model" if question.field == "fsdp_version" else "another model"
+    raise UsageError(
+        f"{question.flag} {value} can't be used."
+        + ("" if chosen else did_you_mean(text, [*known, *question.names.values()])),
+        why=chosen.disabled if chosen else "it is not one of the listed values",
+        fix=f"{question.flag} with one of: " + ", ".join(known) if known else others,
+    )
+
 
 METAVARS = {Kind.BOOL: "true|false", Kind.INT: "N", Kind.NAMES: "NAME[,NAME]", Kind.TEXT: "TEXT"}
 KEYS = {

@@ -10,15 +10,14 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.config import ENGINE_NAMES, STRATEGIES, TORCH_DTYPES, Engine, JobConfig, Precision
+from accel_fsdp.config import ENGINE_NAMES, STRATEGIES, TORCH_DTYPES, Engine, Precision
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import gpus, machines
-from accel_fsdp.job import Job, Layout, Recipe, from_arguments, from_yaml, recompute_by
+from accel_fsdp.job import Job, Layout, Recipe, from_arguments, recompute_by
 from accel_fsdp.models import state_bytes
 from accel_fsdp.units import gib_or_mib
 from accel_fsdp.wizard import validation
-from accel_fsdp.wizard.answers import MESH, Answers
-from accel_fsdp.wizard.question import Context
+from accel_fsdp.wizard.answers import MESH, Context, engine_of
 
 if TYPE_CHECKING:
     from accel_fsdp.prediction import Candidate, Problem
@@ -43,13 +42,23 @@ _CACHE: "dict[tuple[Any, ...], Candidate | None]" = {}
 
 def layout_of(context: Context) -> Layout | None:
     """How the ranks share the model, as `accel-fsdp plan --config` reads the YAML; None on CPU and TPU."""
-    from accel_fsdp.wizard import to_yaml
-
-    ranks = context.machine.count * context["num_machines"]
-    if not ranks or context["engine"] == "tpu":
+    answers = context.given
+    count, number = context.machine.count, answers["num_machines"]
+    ranks = answers.get("num_processes") or count * number
+    if not count or answers["engine"] == "tpu":
         return None
-    answers = Answers(**{"zero_stage": 3, "num_processes": ranks, **context.given})
-    return replace(from_yaml.layout_of(JobConfig(to_yaml.to_mapping(answers))), experts=answers.ep)
+    together, offloads = max(ranks // number, 1), bool(answers.get("cpu_offload"))
+    engine = engine_of(answers)
+    if answers["engine"] == "single":
+        return Layout.alone()
+    if engine is Engine.DEEPSPEED:
+        return Layout.zero(answers.get("zero_stage", 3), ranks, together, offloads)
+    if engine is Engine.DDP:
+        return Layout.ddp(ranks, together)
+    replicas, tensor, experts = (answers.get(name) or 1 for name in MESH)
+    strategy = answers.get("strategy", 1)
+    together = ranks // replicas if strategy in (4, 5) and replicas > 1 else together
+    return Layout(engine, strategy, ranks, together, offloads, tensor, experts=experts)
 
 
 @cache

@@ -9,7 +9,7 @@ from accel_fsdp.errors import UNPRINTABLE, UsageError, UserError
 from accel_fsdp.hardware import gpus, machines
 from accel_fsdp.job import Clash, Job, Layout, Recipe, clashes, combinations
 from accel_fsdp.models import catalogue, check_layer_classes
-from accel_fsdp.wizard.question import Context, engine_of
+from accel_fsdp.wizard.answers import Context, engine_of
 
 LONGEST_PATH, LONGEST_SHOWN = 1024, 80
 MOST_RANKS = 1_000_000

@@ -19,7 +19,7 @@ from accel_fsdp.config import Edit, Engine, apply, yaml_file
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch import launcher
 from accel_fsdp.wizard import Answers, interview, to_yaml
-from accel_fsdp.wizard.question import engine_of
+from accel_fsdp.wizard.answers import engine_of
 
 ENGINES = ("fsdp", "fsdp", "fsdp", "fsdp", "ddp", "deepspeed", "tpu")
 
