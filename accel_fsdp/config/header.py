@@ -62,7 +62,7 @@ def example_run(model: str, arguments: Iterable[str]) -> list[str]:
 def with_header(text: str, lines: list[str]) -> str:
     """Replaces the header of a file that this package made; another file keeps its first lines."""
     old = text.splitlines(keepends=True)
-    place = _made_here(old)
+    place = next((number for number, line in enumerate(old) if line.startswith(MADE_HERE)), None)
     if place is None:
         return text
     first = place - 2 if place > 1 and TITLE.match(old[place - 2]) else max(place - 1, 0)
@@ -114,7 +114,3 @@ def _words_in(line: str) -> list[str]:
 def retitle(text: str, title: str) -> str:
     """Replaces the title in our header; other files stay unchanged."""
     return re.sub(rf"^{TITLE.pattern}(?=\n{HEADER})", lambda _: f"# {title}", text, count=1, flags=re.MULTILINE)
-
-
-def _made_here(lines: list[str]) -> int | None:
-    return next((number for number, line in enumerate(lines) if line.startswith(MADE_HERE)), None)

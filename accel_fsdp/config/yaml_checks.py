@@ -50,10 +50,8 @@ def check_text(text: str, path: Path) -> None:
 
 def _check_numbers(text: str, path: Path) -> None:
     if match := re.search(rf"(?<![\w:.])\d[\da-fx:_.]{{{LONGEST_NUMBER},}}", text, re.IGNORECASE):
-        *lines, line = text[: match.start()].split("\n")
-        key = re.search(r"([\w.-]+)['\"]?\s*:[^:]*$", line)
-        place = f"{path}:{len(lines) + 1}: {key[1]}" if key else f"{path}:{len(lines) + 1}"
-        raise _refusal(f"{place}: a number of more than {LONGEST_NUMBER:,} characters")
+        line = text.count("\n", 0, match.start()) + 1
+        raise _refusal(f"{path}:{line}: a number of more than {LONGEST_NUMBER:,} characters")
 
 
 def _refusal(what: str) -> UsageError:

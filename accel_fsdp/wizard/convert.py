@@ -6,10 +6,16 @@ effect in the old file gets none in the new one.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
+from accel_fsdp.command_line import parse_command_line
 from accel_fsdp.config import (
     BY_NAME,
+    DATA_AXES,
+    DEFAULT_ZERO_STAGE,
+    ENGINE_NAMES,
+    EXPERT_FIELD,
     EXPERT_FLAG,
     FALSE_WORDS,
     HYBRID,
@@ -23,19 +29,149 @@ from accel_fsdp.config import (
     ZERO_STAGES,
     Edit,
     Engine,
+    Field,
     JobConfig,
     Kind,
     MigrationTarget,
     apply,
+    deepspeed_name,
     full_name,
-)
+    header,
+    made_with,
+    script_arguments,
+    yaml_file,
+)  # fmt: skip
 from accel_fsdp.errors import UsageError
 from accel_fsdp.units import counted
 from accel_fsdp.wizard.answers import Answers, engine_of
-from accel_fsdp.wizard.reading import KEYS, MESH, UNKNOWN, class_names, effective, is_readable
+from accel_fsdp.wizard.questions import QUESTIONS
 from accel_fsdp.wizard.to_yaml import SECTIONS, Place, flat_mapping
 
+MESH = "parallelism_config"
+UNKNOWN = (None, -1)
+"""Values that leave a key to the model, to the machine or to the command line; -1 processes are one for each GPU."""
+KEYS = {question.key: question.field for question in QUESTIONS if question.key}
+
+
+def to_flags(job: JobConfig) -> dict[str, str]:
+    """The flags that would produce this YAML: the inverse of `to_yaml.to_mapping`, as far as the wizard has questions.
+
+    A missing key means Accelerate's default, not the wizard's. Model, method, machine and length are not in a YAML but
+    read from the command in our own header, if there is one.
+    """
+    engine = job.engine
+    if job.other_tool or engine is Engine.NONE:
+        kind = f"distributed_type {job.values.get('distributed_type')} can't be re-edited"
+        raise UsageError(
+            f"this is a configuration of {job.other_tool}, not of Accelerate" if job.other_tool else kind,
+            why="the wizard knows FSDP, DDP, DeepSpeed and TPU",
+            fix="make a new file: accel-fsdp config -o FILE",
+        )
+    flags = {**_header_flags(job.source, ENGINE_NAMES[engine]), "engine": ENGINE_NAMES[engine]}
+    for (section, key), field in KEYS.items():
+        if engine in BY_NAME[section, key].engines:
+            value = effective(job, section, key)
+            if value not in UNKNOWN:
+                flags[field] = class_names(value) if BY_NAME[section, key].kind is Kind.NAMES else str(value)
+    if engine is Engine.FSDP1:
+        flags["fsdp_version"] = "1"
+    if engine is Engine.FSDP2:
+        flags |= {"fsdp_version": "2"} | _mesh(job)
+    if engine is Engine.DDP:  # as DDP saves and loads
+        flags |= {"state_dict_type": "FULL_STATE_DICT", "ram_efficient_loading": "False"}
+    if engine is Engine.DEEPSPEED:
+        flags |= _deepspeed(job)
+    if engine is Engine.TPU:
+        flags["activation_checkpointing"] = str(job.on("fsdp_xla_fsdp_grad_ckpt"))
+    return flags
+
+
+def _deepspeed(job: JobConfig) -> dict[str, str]:
+    """Offload and loading; a stage in DeepSpeed's own file counts as 3, as Accelerate takes it."""
+    section = job.section("deepspeed_config")
+    stage = str(effective(job, "deepspeed_config", "zero_stage"))
+    stage = stage if stage in ("0", "1", "2") else "3"
+    devices = [("offload_optimizer_device", stage != "0"), ("offload_param_device", stage == "3")]
+    used = {str(section.get(key, "none")).lower() for key, is_read in devices if is_read}
+    builds = stage == "3" and str(section.get("zero3_init_flag", True)).lower() in TRUE_WORDS
+    return {"cpu_offload": str(bool({"cpu", "nvme"} & used)), "ram_efficient_loading": str(builds)}
+
+
+def _mesh(job: JobConfig) -> dict[str, str]:
+    """The strategy of FSDP2, and the sizes of its mesh beside the shards; experts are in the launch line."""
+    copies, shards = (job.mesh[axis] for axis in DATA_AXES)
+    hybrid = job.section(MESH) and (copies != 1 or shards == job.number("num_processes"))
+    strategy = (1 if job.on("fsdp_reshard_after_forward") else 2) + (3 if hybrid else 0)
+    experts = parse_command_line(script_arguments(job.source)).get(EXPERT_FIELD, 1)
+    sizes = {"tp": job.mesh["tp"] if job.section(MESH) else 1, "ep": experts}
+    flags = {name: str(size) for name, size in sizes.items() if str(size) != "1"}
+    return flags | {"strategy": str(strategy)} | ({"dp_replicate": str(copies)} if hybrid else {})
+
+
+def effective(job: JobConfig, section: str, key: str) -> Any:
+    """The value that Accelerate uses for a key, or for its absence; an unreadable value is returned as written."""
+    content, field = job.section(section), BY_NAME[section, key]
+    value = content.get(key)
+    if value is None and key in content and section == "fsdp_config" and key not in NULL_IS_ABSENT:
+        return str(None)  # the text to which the launcher converts it
+    if key == "fsdp_state_dict_type":
+        return job.state_dict_type or ("FULL_STATE_DICT" if job.full_state_dict else "SHARDED_STATE_DICT")
+    if key == "fsdp_sharding_strategy":
+        return next((number for number, name in STRATEGIES.items() if name == job.strategy), value)
+    if key == "zero_stage" and value is None and "deepspeed_config_file" not in content:
+        return DEFAULT_ZERO_STAGE
+    if key == "mixed_precision" and value is False:  # a bare no
+        return "no"
+    if value is None:
+        return field.default
+    if field.kind is Kind.CHOICE and field.key == "fsdp_auto_wrap_policy":
+        return str(value).upper()
+    return str(value).lower() in TRUE_WORDS if field.kind is Kind.BOOL and is_readable(field, value) else value
+
+
+def is_readable(field: Field, value: Any) -> bool:
+    """Whether Accelerate can read a value; a bare no is false, and no choice."""
+    if field.kind is Kind.NAMES:
+        return bool(value == class_names(value))
+    if field.kind is Kind.INT:  # the launcher converts text
+        return str(value).isdecimal()
+    return field.accepts(value) and not (field.kind is Kind.CHOICE and value is False)
+
+
+def class_names(value: Any) -> str:
+    """Layer classes as Accelerate reads them: without the module of each, and without spaces."""
+    parts = value if isinstance(value, list) else str(value).split(",")
+    return ",".join(str(part).strip().rpartition(".")[2] for part in parts if str(part).strip())
+
+
+def _header_flags(text: str, engine: str) -> dict[str, str]:
+    """Model, method, machine and length from the header; no method if the engine was changed since."""
+    words = made_with(text)
+    fields = {question.flag: question.field for question in QUESTIONS if question.key is None}
+    if words.get("--engine") != engine and engine != "ddp":  # plain DDP takes every method, and is FSDP2's NO_SHARD
+        fields.pop("--method")
+    return {field: words[flag] for flag, field in fields.items() if flag in words}
+
+
+def to_answers(flags: Mapping[str, str]) -> Answers:
+    """The answers of flags that no question has checked, with the defaults of `Answers` for the open ones."""
+    values: dict[str, Any] = {**vars(Answers())}
+    for name, text in flags.items():
+        kind = type(values[name])
+        if kind is bool:
+            values[name] = text.lower() == "true"
+        elif kind is tuple:
+            values[name] = tuple(filter(None, text.split(",")))
+        elif kind is not int:
+            values[name] = text
+        elif text.isdecimal():
+            values[name] = int(text)
+    return Answers(**values)
+
+
 STRATEGY, OWN_FILE = "fsdp_sharding_strategy", "deepspeed_config_file"
+UNKNOWN_STAGE = "9"
+"""Stands for the stage in DeepSpeed's own file."""
 SAME_SETTING = (
     (STRATEGY, "fsdp_reshard_after_forward", "zero_stage"),
     ("fsdp_offload_params", "offload_optimizer_device"),
@@ -141,16 +277,12 @@ def _refusal(what: str, why: str) -> UsageError:
 def target_of(flags: Mapping[str, str], written: Mapping[str, str]) -> MigrationTarget | None:
     """The target of a migration that flags of `accel-fsdp config` name; None for the file's own engine, or another."""
     answers = {**written, **flags}
-    engine, strategy = answers["engine"].lower(), STRATEGIES.get(_number(written.get("strategy", "1")), "")
+    engine, numbers = answers["engine"].lower(), {str(number): name for number, name in STRATEGIES.items()}
     if engine == written["engine"] and answers.get("fsdp_version") == written.get("fsdp_version"):
         return None
-    stage = answers.get("zero_stage") or ZERO_STAGES.get(strategy) or 3
+    stage = answers.get("zero_stage") or ZERO_STAGES.get(numbers.get(written.get("strategy", "1"), "")) or 3
     name = {"deepspeed": f"zero{stage}", "fsdp": f"fsdp{answers.get('fsdp_version', '2')}"}.get(engine)
     return next((target for target in TARGETS if target == name), None)
-
-
-def _number(text: str) -> int:
-    return int(text) if text.isdecimal() else 0
 
 
 def retarget(flags: Mapping[str, str], job: JobConfig, target: MigrationTarget) -> dict[str, str]:
@@ -200,13 +332,12 @@ def mesh_problem(job: JobConfig, target: str) -> str:
     return ""
 
 
-def rewrite(document: Any, job: JobConfig, old: Answers, new: Answers, answered: Collection[str] = ()) -> list[Change]:
+def rewrite(document: Any, job: JobConfig, old: Answers, new: Answers) -> list[Change]:
     """Changes `document` from its answers to new ones, and returns what changed or was lost.
 
-    `document` and `job` come from `read_config`; `answered` are the questions that the file leaves open and the user
-    has answered. Keys without a question stay, unless another engine doesn't read them.
+    `document` and `job` come from `read_config`. Keys without a question stay, unless another engine doesn't read them.
     """
-    conversion = Conversion(job, old, new, answered)
+    conversion = Conversion(job, old, new)
     apply(document, [*conversion.removals, *conversion.edits])
     return conversion.changes
 
@@ -217,8 +348,8 @@ class Conversion:
     `job` is first the file as it was, then the one with the keys that the new engine reads, under its names for them.
     """
 
-    def __init__(self, job: JobConfig, old: Answers, new: Answers, answered: Collection[str]) -> None:
-        self.job, self.old, self.new, self.answered = job, old, new, answered
+    def __init__(self, job: JobConfig, old: Answers, new: Answers) -> None:
+        self.job, self.old, self.new = job, old, new
         self.engine, self.other = job.engine, engine_of(vars(new))
         self.section, self.place = SECTIONS.get(self.engine, ""), SECTIONS.get(self.other, "")
         self.before, self.after = flat_mapping(old), flat_mapping(new)
@@ -239,7 +370,7 @@ class Conversion:
             if (section, key) not in self.after and key in self.job.section(section):
                 self.removals.append(Edit(section, self.job.written_name(section, key)))
                 self._lose(section, key, self.job.section(section)[key], "has no effect now")
-        is_restaged = self.old.zero_stage != self.new.zero_stage and not self._is_open((self.section, "zero_stage"))
+        is_restaged = self.old.zero_stage != self.new.zero_stage
         if is_restaged and OWN_FILE in self.job.section(self.section):
             self.removals.append(Edit(self.section, OWN_FILE))
             self._lose("", OWN_FILE, None, "the stage is in that file, which is not read", breaks=True)
@@ -303,25 +434,16 @@ class Conversion:
         """Sets the keys whose answers have changed, and those that can't be read."""
         for place, value in self.after.items():
             is_kept = show(self.before.get(place)).lower() == show(value).lower() and self._is_usable(place)
-            if not is_kept and not self._is_open(place):
+            if not is_kept:
                 section, key = place
                 self.edits.append(Edit(section, self.job.written_name(section, key), value))
                 why = "" if self.engine is self.other else ADDED.get(key, "the new engine")
                 old = show(self.job.section(section).get(key))
                 self.changes.append(Change(_path(section, key), "changed", old, show(value), why=why))
 
-    def _is_open(self, place: Place) -> bool:
-        """Whether the file leaves a key to the model, the machine or the command line, and nobody has answered it."""
-        return (
-            place in KEYS
-            and KEYS[place] not in self.answered
-            and effective(self.job, *place) in UNKNOWN
-            and (place[0] in self.job.values or not place[0] or self.before.get(place) == self.after[place])
-        )
-
     def _is_usable(self, place: Place) -> bool:
         content, field = self.job.section(place[0]), BY_NAME[place]
-        if field.key in content and content[field.key] is None:
+        if field.key in content and content[field.key] in UNKNOWN:
             return field.key in NULL_IS_ABSENT or field.default in UNKNOWN
         return field.key not in content or is_readable(field, content[field.key])
 
@@ -382,3 +504,38 @@ def show(value: Any) -> str:
     if isinstance(value, Mapping):
         return counted(len(value), "key")
     return "" if value is None else str(value)
+
+
+@dataclass(frozen=True)
+class Migration:
+    """A file for another engine: both texts, and what changed or was lost; both texts are equal if nothing did."""
+
+    source: str
+    target: str
+    before: str
+    text: str
+    changes: tuple[Change, ...] = ()
+
+    @property
+    def lost(self) -> tuple[Change, ...]:
+        """The changes whose meaning can't be kept."""
+        return tuple(change for change in self.changes if change.breaks)
+
+
+def migrated(path: Path, target: MigrationTarget, layer_class: str = "") -> Migration:
+    """The migration of a file. Nothing is written."""
+    job, document = yaml_file.read_config(path)
+    check(job, document)
+    before, flags = document.source, to_flags(job)
+    has_own_file = OWN_FILE in job.section("deepspeed_config")
+    old = to_answers(flags | ({"zero_stage": UNKNOWN_STAGE} if has_own_file else {}))
+    is_zero = job.engine is Engine.DEEPSPEED and not has_own_file
+    source = deepspeed_name(old.zero_stage) if is_zero else job.engine.label
+    if source == TARGETS[target]:
+        return Migration(source, source, before, before)
+    named = {"layer_class": layer_class} if layer_class else {}
+    new = to_answers(retarget(flags, job, target) | named)
+    changes = rewrite(document, job, old, new)
+    title = f"Migrated from {source} to {TARGETS[target]}. The command below made the original file."
+    text = header.retitle(yaml_file.dump(document), title)
+    return Migration(source, TARGETS[target], before, text.replace(f" {EXPERT_FLAG} {old.ep}", ""), tuple(changes))

@@ -28,14 +28,10 @@ class Option:
     """
 
     value: Any
-    text: str | Callable[[], str]
+    label: Callable[[], str]
     disabled: str = ""
     offered: bool = True
     caution: str = ""
-
-    @property
-    def label(self) -> str:
-        return self.text if isinstance(self.text, str) else self.text()
 
 
 @dataclass(frozen=True)
@@ -256,8 +252,8 @@ def to_answers(context: Context) -> Answers:
 def useless(question: Question, context: Context) -> UsageError:
     """The error for the flag of a question that doesn't apply; it names an answer before it with which it would."""
     flag, fix = question.flag, f"leave out {question.flag}"
-    for earlier in (earlier for earlier in QUESTIONS if earlier.options and earlier.field in context.given):
-        for option in earlier.options(context):
+    for earlier in (earlier for earlier in QUESTIONS if earlier.field in context.given):
+        for option in earlier.options(context) if earlier.options else ():
             if not option.disabled and question.applies(store(earlier, context, option.value)):
                 what = f"{flag} has no effect with {earlier.flag} {context[earlier.field]}"
                 return UsageError(what, why=NO_EFFECT, fix=f"{fix}, or {earlier.flag} {option.value}")

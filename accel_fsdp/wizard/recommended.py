@@ -17,7 +17,7 @@ from accel_fsdp.job import Job, Layout, Recipe, from_arguments, recompute_by
 from accel_fsdp.models import state_bytes
 from accel_fsdp.units import gib_or_mib
 from accel_fsdp.wizard import validation
-from accel_fsdp.wizard.answers import MESH, Context, engine_of
+from accel_fsdp.wizard.answers import MESH, Context
 
 if TYPE_CHECKING:
     from accel_fsdp.prediction import Candidate, Problem
@@ -38,27 +38,6 @@ DECIDING = ("fsdp_version", "strategy", "zero_stage", "cpu_offload", RECOMPUTES,
 """Questions besides the engine whose answers are a job's."""
 NAMES = {name.lower(): str(number) for number, name in STRATEGIES.items()}
 _CACHE: "dict[tuple[Any, ...], Candidate | None]" = {}
-
-
-def layout_of(context: Context) -> Layout | None:
-    """How the ranks share the model, as `accel-fsdp plan --config` reads the YAML; None on CPU and TPU."""
-    answers = context.given
-    count, number = context.machine.count, answers["num_machines"]
-    ranks = answers.get("num_processes") or count * number
-    if not count or answers["engine"] == "tpu":
-        return None
-    together, offloads = max(ranks // number, 1), bool(answers.get("cpu_offload"))
-    engine = engine_of(answers)
-    if answers["engine"] == "single":
-        return Layout.alone()
-    if engine is Engine.DEEPSPEED:
-        return Layout.zero(answers.get("zero_stage", 3), ranks, together, offloads)
-    if engine is Engine.DDP:
-        return Layout.ddp(ranks, together)
-    replicas, tensor, experts = (answers.get(name) or 1 for name in MESH)
-    strategy = answers.get("strategy", 1)
-    together = ranks // replicas if strategy in (4, 5) and replicas > 1 else together
-    return Layout(engine, strategy, ranks, together, offloads, tensor, experts=experts)
 
 
 @cache
@@ -103,6 +82,20 @@ def problem_of(context: Context) -> "Problem | None":
     return Problem(shape, tapes, gpu, Job(layout, replace(recipe, length=length, attention=attention)))
 
 
+def layout_of(context: Context, problem: "Problem") -> Layout | None:
+    """How the ranks share the model, as `accel-fsdp plan --config` reads the YAML; None on TPUs."""
+    answers, layout, engine = context.given, problem.job.layout, context.engine
+    strategy = answers.get("zero_stage", 3) if engine is Engine.DEEPSPEED else answers.get("strategy", 1)
+    if engine in (Engine.NONE, Engine.TPU):
+        return Layout.alone() if answers["engine"] == "single" else None
+    if engine is Engine.DDP or not strategy:
+        return layout
+    replicas, tensor, experts = (answers.get(name) or 1 for name in MESH)
+    each = layout.ranks // replicas if strategy in (4, 5) and replicas > 1 else layout.ranks_per_node
+    offloads = bool(answers.get("cpu_offload"))
+    return Layout(engine, strategy, layout.ranks, each, offloads, tensor, experts=experts)
+
+
 def candidate(context: Context) -> "Candidate | None":
     """The plan's recommendation among the jobs that agree with the answers so far, and with flags for later ones.
 
@@ -113,7 +106,8 @@ def candidate(context: Context) -> "Candidate | None":
         return None
     asked = wanted(context)
     axes = (str(context.given.get(axis)) for axis in MESH)
-    find = _on_mesh if _divides(context) else _searched
+    divides = any(str({**context.wished, **context.given}.get(axis) or 1) != "1" for axis in MESH[1:])
+    find = _on_mesh if divides else _searched
     return _cached(problem, (*asked.items(), *axes), lambda: find(context, problem, asked))
 
 
@@ -140,22 +134,16 @@ def _searched(context: Context, problem: "Problem", asked: Mapping[str, str]) ->
     if "batch" in asked:
         problem = replace(problem, job=problem.job.with_recipe(rows=int(asked["batch"])), fixed_rows=True)
     jobs = [job for job in layouts(problem.job) if agrees(job) or agrees(job.with_layout(offload=True))]
-    own = layout_of(context) if not jobs and "engine" in context.given else None
+    own = layout_of(context, problem) if not jobs and "engine" in context.given else None
     jobs = [replace(problem.job, layout=own)] if own else jobs
     mended = _as_written(problem, problem.job)  # what trains with train/sft.py alone, where a flag asks for it
     found = search.best(problem, jobs, agrees) or search.best(mended, jobs, agrees)
     return found or search.least(problem, jobs, agrees)
 
 
-def _divides(context: Context) -> bool:
-    """Whether layers or experts are divided, by an answer or a flag."""
-    answers = {**context.wished, **context.given}
-    return any(str(answers.get(axis) or 1) != "1" for axis in MESH[1:])
-
-
 def _on_mesh(context: Context, problem: "Problem", asked: Mapping[str, str]) -> "Candidate | None":
     """One row on the mesh of the answers, with checkpointing where it doesn't fit without; None before its sizes."""
-    layout = layout_of(context) if "ep" in context.given else None
+    layout = layout_of(context, problem) if "ep" in context.given else None
     if layout is None:
         return None
     job = replace(problem.job, layout=layout)
@@ -226,39 +214,14 @@ def _as_written(problem: "Problem", job: Job) -> "Problem":
     return replace(problem, job=replace(job, model=problem.shape.name))
 
 
-def judgement(context: Context) -> "tuple[Problem, Candidate] | None":
-    """The plan's verdict on settled answers, as it judges their YAML; None if the model or the GPU is unknown."""
-    problem, layout = problem_of(context), layout_of(context)
-    if problem is None or layout is None:
-        return None
-    recomputes = context["activation_checkpointing"] or checkpoints_in_script(context)
-    recipe = replace(
-        problem.job.recipe,
-        rows=context["batch"] or 1,
-        checkpointing="full" if recomputes else "none",
-        offloads_inputs=context["activation_offload"],
-    )
-    try:
-        written = _as_written(problem, Job(layout, recipe).settled)
-        return written, written.judged(written.job)
-    except UserError:
-        return None
-
-
 def note(strategy: int, context: Context) -> str:
     """What the plan says of a strategy: what a GPU needs, and its speed; empty if it is unknown."""
-    if strategy in (4, 5) and context["num_machines"] == 1:
+    is_idle = strategy in (4, 5) and context["num_machines"] == 1
+    chosen = None if is_idle else candidate(replace(context, given={**context.given, "strategy": strategy}))
+    if chosen is None:
         return ""
-    chosen = candidate(replace(context, given={**context.given, "strategy": strategy}))
-    return f", {in_figures(chosen)}" if chosen else ""
-
-
-def in_figures(candidate: "Candidate") -> str:
-    """The memory that a job needs and its speed on each GPU, or that it doesn't fit, in a few words."""
-    needed = gib_or_mib(candidate.device.needed)
-    if not candidate.fits:
-        return f"{needed}: doesn't fit"
-    return needed + (f", {candidate.tokens_per_s:,.0f} tokens/s" if candidate.step else "")
+    speed = f", {chosen.tokens_per_s:,.0f} tokens/s" if chosen.step else ""
+    return f", {gib_or_mib(chosen.device.needed)}" + (speed if chosen.fits else ": doesn't fit")
 
 
 def because(candidate: "Candidate") -> str:
@@ -296,14 +259,24 @@ def warnings(context: Context) -> tuple[str, ...]:
 def misfit(context: Context) -> tuple[str, ...]:
     """Why settled answers don't fit into a GPU's memory, and changes that would, as sentences.
 
-    Empty if they fit, or if this is unknown.
+    Empty if they fit, as the plan judges their YAML, or if this is unknown.
     """
     from accel_fsdp.prediction import remedies
 
-    verdict = judgement(context)
-    if verdict is None or verdict[1].fits:
+    problem = problem_of(context)
+    layout = layout_of(context, problem) if problem else None
+    if problem is None or layout is None:
         return ()
-    problem, judged = verdict
+    recomputes = context["activation_checkpointing"] or checkpoints_in_script(context)
+    sizes = {"rows": context["batch"] or 1, "offloads_inputs": context["activation_offload"]}
+    recipe = replace(problem.job.recipe, checkpointing="full" if recomputes else "none", **sizes)
+    try:
+        problem = _as_written(problem, Job(layout, recipe).settled)
+        judged = problem.judged(problem.job)
+    except UserError:
+        return ()
+    if judged.fits:
+        return ()
     lead = "this leaves too little free memory" if judged.verdict == "tight" else "this doesn't fit"
     better = "; ".join(change.flags for change in remedies(problem, judged.job)) or "a smaller model, or larger GPUs"
     return f"warning: {lead}: {judged.refused or f'it {judged.words}'}", f"  what fits: {better}"

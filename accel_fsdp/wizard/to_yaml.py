@@ -99,16 +99,10 @@ def header(answers: Answers, launch: str = "") -> list[str]:
 
 
 def _engine_in_words(answers: Answers) -> str:
-    engine = engine_of(vars(answers))
-    if engine in (Engine.FSDP1, Engine.FSDP2):
-        return f"{engine.label}, strategy {answers.strategy} ({STRATEGIES[answers.strategy]})"
-    if engine is Engine.DEEPSPEED:
-        return deepspeed_name(answers.zero_stage)
-    return {
-        Engine.DDP: "plain DDP",
-        Engine.TPU: "TPU (XLA FSDP)",
-        Engine.NONE: "one process, which has nothing to share",
-    }[engine]
+    engine, stage = engine_of(vars(answers)), deepspeed_name(answers.zero_stage)
+    others = {Engine.DDP: "plain DDP", Engine.TPU: "TPU (XLA FSDP)", Engine.DEEPSPEED: stage}
+    others[Engine.NONE] = "one process, which has nothing to share"
+    return others.get(engine, f"{engine.label}, strategy {answers.strategy} ({STRATEGIES[answers.strategy]})")
 
 
 def command_line(answers: Answers) -> str:
