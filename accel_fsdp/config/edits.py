@@ -128,14 +128,11 @@ def _merged(old: list[Line], new: list[Line], bare: str) -> Iterator[str]:
                 now = new[start + coded[first:last].index(number)]
                 is_same = now.text.split() == line.code.split()
                 yield line.text if is_same else now.text + line.comment
-            elif line.comment and any(
-                f"{name}:" in bare for name in (line.key, *re.findall(r"[\w.]+(?=:)", line.code))
-            ):
+            elif line.comment and any(f"{key}:" in bare for key in (line.key, *re.findall(r"[\w.]+(?=:)", line.code))):
                 yield line.comment.strip()
         for now in () if kind == "equal" else new[start:end]:
-            while (
-                written < len(old) and not old[written].code and _indent(old[written].text) >= max(_indent(now.text), 1)
-            ):
+            floor = max(_indent(now.text), 1)
+            while written < len(old) and not old[written].code and _indent(old[written].text) >= floor:
                 yield old[written].text
                 written += 1
             yield now.text

@@ -55,9 +55,8 @@ def _check_numbers(text: str, path: Path) -> None:
 
 
 def _refusal(what: str) -> UsageError:
-    return UsageError(
-        what, why="no settings are such, and a parser takes minutes for them", fix="correct that line, without aliases"
-    )
+    why = "no settings are such, and a parser takes minutes for them"
+    return UsageError(what, why=why, fix="correct that line, without aliases")
 
 
 def check_printable(text: str, path: Path) -> None:
