@@ -5,6 +5,7 @@ Enter answers, Escape goes back, Ctrl-C stops. The only import of questionary.
 
 import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import questionary
@@ -34,6 +35,9 @@ def interview(flags: Mapping[str, str], given: Mapping[str, str]) -> Interview:
     session = Interview(flags, {**given, **flags})
     session.fixed = frozenset(session.given)
     console.say(GREETING, style="dim", wrap=True)
+    with suppress(UserError):  # which the question of the model reports
+        if session.given.get("model"):
+            introduce(session.given["model"])
     _ask_from(session, 0)
     return session
 
