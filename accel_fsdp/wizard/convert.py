@@ -198,12 +198,8 @@ class Change:
     fix: str = ""
 
 
-ALL, OFF, DEVICES, STARTED = (
-    None,
-    FALSE_WORDS,
-    ("none", "cpu"),
-    "accelerate launch starts the processes on each machine",
-)
+ALL, OFF, DEVICES = None, FALSE_WORDS, ("none", "cpu")
+STARTED = "accelerate launch starts the processes on each machine"
 HOSTS = tuple(f"deepspeed_{name}" for name in ("hostfile", "exclusion_filter", "inclusion_filter"))
 """The keys by which DeepSpeed reaches other machines, unless its launcher is the standard one."""
 LAUNCHER = "deepspeed_multinode_launcher"

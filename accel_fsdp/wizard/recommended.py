@@ -161,11 +161,9 @@ def wanted(context: Context) -> dict[str, str]:
     answers = {name: str(value).lower() for name, value in {**context.wished, **context.given}.items()}
     asked = {name: NAMES.get(answers[name], answers[name]) for name in DECIDING if name in answers}
     asked = {name: text for name, text in asked.items() if text in ("true", "false") or _is_number(text)}
-    if engine := answers.get(
-        "engine", "deepspeed" if "zero_stage" in answers else "fsdp" if OF_FSDP & answers.keys() else ""
-    ):
-        asked["engine"] = engine
-    return asked
+    implied = "deepspeed" if "zero_stage" in answers else "fsdp" if OF_FSDP & answers.keys() else ""
+    engine = answers.get("engine", implied)
+    return asked | ({"engine": engine} if engine else {})
 
 
 def decisions(job: Job) -> dict[str, str]:

@@ -165,11 +165,9 @@ def check_num_machines(context: Context, value: Any) -> int:
     described, why = machines.parse(context["gpus"])[1], "it counts all machines, including this one"
     count = _number("--num-machines", value, why, fix=described, most=MOST_RANKS)
     if described not in (1, count):
-        what, why = (
-            f"--num-machines {count} contradicts --gpus {context['gpus']}",
-            f"that describes {described} machines",
-        )
-        raise UserError(what, why=why, fix=f"--num-machines {described}, or describe one machine alone")
+        fix = f"--num-machines {described}, or describe one machine alone"
+        what = f"--num-machines {count} contradicts --gpus {context['gpus']}"
+        raise UserError(what, why=f"that describes {described} machines", fix=fix)
     return count
 
 
