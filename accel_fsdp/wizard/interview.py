@@ -115,7 +115,9 @@ def judged(question: Question, context: Context) -> Context:
     arguments = parse_command_line(script_arguments("\n".join(to_yaml.header(answers))))
     subject = Subject(to_yaml.to_mapping(answers), args=arguments, model=context.model, uses_sft=True)
     for finding in run(subject, {code: RULES[code] for code in ABOUT_RANKS}):
-        fix = finding.fix.replace(EXPERT_FLAG, "--ep").replace(f"{size_key('tp')}:", "--tp")
+        fix = finding.fix
+        for key, flag in ((EXPERT_FLAG, "--ep"), (f"{size_key('tp')}:", "--tp"), ("num_processes:", "--num-processes")):
+            fix = fix.replace(key, flag)
         raise UserError(f"{question.flag} {context[question.field]}: {finding.what}", why=finding.why, fix=fix)
     return context
 
