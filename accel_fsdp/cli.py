@@ -316,8 +316,8 @@ COMMANDS = {
     ),
     "init": Command(
         "Copy the training script, a YAML and a short README into a project of your own; nothing is overwritten.",
-        "accel_fsdp.init_command:InitCommand",
-        "accel_fsdp.init_command:init",
+        "accel_fsdp.launch:InitCommand",
+        "accel_fsdp.launch:init",
     ),
     "doctor": Command(
         "Show what this machine has and what is wrong with it; with --bandwidth FILE, measure the links of a job.",

@@ -38,7 +38,7 @@ INSIDE = [  # of a room with rooms inside, these import those of the lines above
     {"prediction.tracing", "launch.script", "launch.doctor", "training"},
 ]
 ROOMS = set().union(*FLOORS, *INSIDE)
-COMMANDS = {"cli", "__main__", "api", "init_command", "checkpoints_command"}
+COMMANDS = {"cli", "__main__", "api", "checkpoints_command"}
 """The modules at the top that stand above all rooms; the others there are helpers of all."""
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "peft"}
 MAY_PRINT = {

@@ -43,7 +43,7 @@ def test_help_imports_no_heavy_library() -> None:
         ([*CATALOGUED, "--wrap-policy", "SIZE_BASED_WRAP"], 2, "lists of layers, which have no forward"),
         ([*CATALOGUED, "--wrap-policy", "NO_WRAP", "--activation-checkpointing", "true"], 2, "names nothing"),
         ([*CATALOGUED, "--strategy", "3", "--cpu-offload", "true"], 2, "has no effect"),
-        ([*CATALOGUED, "--num-machines", "2", "--num-processes", "9"], 1, "not a multiple"),
+        ([*CATALOGUED, "--num-machines", "2", "--num-processes", "9"], 1, "--num-processes 8"),
         ([*CATALOGUED, "--num-processes", "two"], 1, "not a whole number"),
         ([*CATALOGUED, "--num-processes", "\u00b2"], 1, "not a whole number"),
         ([*CATALOGUED, "--strategy", "4", "--num-processes", "1"], 1, "nothing would be sharded"),

@@ -79,10 +79,6 @@ class Line(NamedTuple):
     comment: str
     key: str
 
-    @property
-    def indent(self) -> int:
-        return len(self.text) - len(self.text.lstrip())
-
 
 def _lines(text: str, renamed: Mapping[str, str]) -> list[Line]:
     lines = []
@@ -107,20 +103,17 @@ def _commented(bare: str, source: str, renamed: Mapping[str, str]) -> str:
     return "".join(f"{line}\n" for line in source.splitlines() if line.lstrip().startswith("#")) + bare
 
 
-def _dedented(lines: list[str]) -> list[str]:
+def _dedented(lines: list[str]) -> Iterator[str]:
     """The lines, of which no comment is deeper than both keys around it: its section may be gone."""
-    depths = [None if re.match(r"\s*(#|$)", line) else len(line) - len(line.lstrip()) for line in lines]
+    depths = [0 if re.match(r"\s*(#|$)", line) else _indent(line) + 1 for line in lines]
+    for number, line in enumerate(lines):
+        before, behind = filter(None, reversed(depths[:number])), filter(None, depths[number:])
+        deepest = max(next(before, 1), next(behind, 1)) - 1
+        yield line if depths[number] or _indent(line) <= deepest else " " * deepest + line.lstrip()
 
-    def around(number: int) -> int:
-        before = next((depth for depth in reversed(depths[:number]) if depth is not None), 0)
-        return max(before, next((depth for depth in depths[number:] if depth is not None), 0))
 
-    return [
-        line
-        if depth is not None or len(line) - len(line.lstrip()) <= around(number)
-        else " " * around(number) + line.lstrip()
-        for number, (line, depth) in enumerate(zip(lines, depths, strict=True))
-    ]
+def _indent(text: str) -> int:
+    return len(text) - len(text.lstrip())
 
 
 def _merged(old: list[Line], new: list[Line], bare: str) -> Iterator[str]:
@@ -135,12 +128,11 @@ def _merged(old: list[Line], new: list[Line], bare: str) -> Iterator[str]:
                 now = new[start + coded[first:last].index(number)]
                 is_same = now.text.split() == line.code.split()
                 yield line.text if is_same else now.text + line.comment
-            elif line.comment and any(
-                f"{name}:" in bare for name in (line.key, *re.findall(r"[\w.]+(?=:)", line.code))
-            ):
+            elif line.comment and any(f"{key}:" in bare for key in (line.key, *re.findall(r"[\w.]+(?=:)", line.code))):
                 yield line.comment.strip()
         for now in () if kind == "equal" else new[start:end]:
-            while written < len(old) and not old[written].code and old[written].indent >= max(now.indent, 1):
+            floor = max(_indent(now.text), 1)
+            while written < len(old) and not old[written].code and _indent(old[written].text) >= floor:
                 yield old[written].text
                 written += 1
             yield now.text

@@ -42,24 +42,16 @@ def comment(title: str, made_by: str, launch: str) -> list[str]:
     return [f"# {title}", *origin, LAUNCH, f"#   {launch}"]
 
 
-def launch_line(path: str, script: Iterable[str], on_several_machines: bool = False, expandable: bool = True) -> str:
+def launch_line(path: str, script: Iterable[str], *, place: str = "", expandable: bool = True) -> str:
     """The command that runs a script, with its arguments, on the YAML at `path`.
 
-    `expandable`: it sets PyTorch's allocator to expandable segments.
+    `place` is "rank" if the user gives each machine's rank, and "engine" if a cluster engine gives rank and address;
+    `expandable` sets PyTorch's allocator to expandable segments.
     """
-    rank = ("--machine_rank", "0") if on_several_machines else ()
-    words = ["accelerate", "launch", "--config_file", path, *rank, *script]
-    return _line(words, expandable)
-
-
-def engine_line(path: str, script: Iterable[str], expandable: bool = True) -> str:
-    """The launch line for a job on a cluster engine, which gives the address of the first machine."""
-    return _line(["accel-fsdp", "launch", path, *script], expandable)
-
-
-def _line(words: list[str], expandable: bool) -> str:
+    rank = ("--machine_rank", "0") if place == "rank" else ()
+    words = ["accel-fsdp", "launch", path] if place == "engine" else ["accelerate", "launch", "--config_file", path]
     variables = EXPANDABLE_SEGMENTS if expandable else {}
-    return shlex.join([*(f"{name}={value}" for name, value in variables.items()), *words])
+    return shlex.join([*(f"{name}={value}" for name, value in variables.items()), *words, *rank, *script])
 
 
 def example_run(model: str, arguments: Iterable[str]) -> list[str]:
@@ -70,7 +62,7 @@ def example_run(model: str, arguments: Iterable[str]) -> list[str]:
 def with_header(text: str, lines: list[str]) -> str:
     """Replaces the header of a file that this package made; another file keeps its first lines."""
     old = text.splitlines(keepends=True)
-    place = _made_here(old)
+    place = next((number for number, line in enumerate(old) if line.startswith(MADE_HERE)), None)
     if place is None:
         return text
     first = place - 2 if place > 1 and TITLE.match(old[place - 2]) else max(place - 1, 0)
@@ -121,12 +113,4 @@ def _words_in(line: str) -> list[str]:
 
 def retitle(text: str, title: str) -> str:
     """Replaces the title in our header; other files stay unchanged."""
-    old = text.splitlines(keepends=True)
-    place = _made_here(old)
-    if place is None or place < 2 or not TITLE.match(old[place - 2]):
-        return text
-    return "".join([*old[: place - 2], f"# {title}\n", *old[place - 1 :]])
-
-
-def _made_here(lines: list[str]) -> int | None:
-    return next((number for number, line in enumerate(lines) if line.startswith(MADE_HERE)), None)
+    return re.sub(rf"^{TITLE.pattern}(?=\n{HEADER})", lambda _: f"# {title}", text, count=1, flags=re.MULTILINE)

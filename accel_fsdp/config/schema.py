@@ -260,10 +260,8 @@ DEEPSPEED_FIELDS: tuple[Field, ...] = (
                "Which ZeRO stage?"),
     _deepspeed("offload_optimizer_device", Kind.CHOICE, "Where the optimizer state lives.", DEVICES),
     _deepspeed("offload_param_device", Kind.CHOICE, "Where parameters live (stage 3).", DEVICES),
-    Field("offload_optimizer_nvme_path", Kind.TEXT, None, frozenset(), "Dropped by the launcher: give it in a "
-          "deepspeed_config_file.", section="deepspeed_config"),
-    Field("offload_param_nvme_path", Kind.TEXT, None, frozenset(), "Dropped by the launcher: give it in a "
-          "deepspeed_config_file.", section="deepspeed_config"),
+    *(Field(f"offload_{part}_nvme_path", Kind.TEXT, None, frozenset(), "Dropped by the launcher: give it in a "
+            "deepspeed_config_file.", section="deepspeed_config") for part in ("optimizer", "param")),
     Field("seq_parallel_communication_data_type", Kind.TEXT, None, frozenset(), "A key of DeepSpeed's own file, which "
           "the launcher drops.", section="deepspeed_config"),
     _deepspeed("gradient_accumulation_steps", Kind.TEXT, "Micro-batches per step, or auto."),

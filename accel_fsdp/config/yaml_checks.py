@@ -50,16 +50,13 @@ def check_text(text: str, path: Path) -> None:
 
 def _check_numbers(text: str, path: Path) -> None:
     if match := re.search(rf"(?<![\w:.])\d[\da-fx:_.]{{{LONGEST_NUMBER},}}", text, re.IGNORECASE):
-        *lines, line = text[: match.start()].split("\n")
-        key = re.search(r"([\w.-]+)['\"]?\s*:[^:]*$", line)
-        place = f"{path}:{len(lines) + 1}: {key[1]}" if key else f"{path}:{len(lines) + 1}"
-        raise _refusal(f"{place}: a number of more than {LONGEST_NUMBER:,} characters")
+        line = text.count("\n", 0, match.start()) + 1
+        raise _refusal(f"{path}:{line}: a number of more than {LONGEST_NUMBER:,} characters")
 
 
 def _refusal(what: str) -> UsageError:
-    return UsageError(
-        what, why="no settings are such, and a parser takes minutes for them", fix="correct that line, without aliases"
-    )
+    why = "no settings are such, and a parser takes minutes for them"
+    return UsageError(what, why=why, fix="correct that line, without aliases")
 
 
 def check_printable(text: str, path: Path) -> None:
@@ -85,29 +82,24 @@ def plain_values(text: str, path: Path) -> Any:
 
 
 def no_value(text: str, path: Path, error: Exception) -> UsageError:
-    """The error for the first value that is not of its type, such as an impossible date, with its line and key."""
-    for key, node in _scalars(yaml.compose(text)):
+    """The error for the first value that is not of its type, such as an impossible date, with its line."""
+    for node in _scalars(yaml.compose(text)):
         try:
             yaml.SafeLoader("").construct_object(node)
         except NO_VALUE:
             kind = KINDS.get(node.tag.rpartition(":")[2], "value of another type")
+            line = node.start_mark.line
             return UsageError(
-                f"{path}:{node.start_mark.line + 1}: {f'{key}: ' * bool(key)}{node.value} looks like a {kind}, but is "
-                "not a valid one",
+                f"{path}:{line + 1}: {text.splitlines()[line].strip()} looks like a {kind}, but is not a valid one",
                 why=f"parsers read a {kind} from such text, and fail",
                 fix=f"correct that line, or quote the value if it is text: '{node.value}'",
             )
     return UsageError(f"cannot read {path}: {error}", why="the parser fails at a value", fix="correct or quote it")
 
 
-def _scalars(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """The scalars of a node, each with the key that it is under; empty for a key."""
+def _scalars(node: Any) -> Iterator[Any]:
     if isinstance(node, yaml.ScalarNode):
-        yield key, node
-    elif isinstance(node, yaml.SequenceNode):
-        for inner in node.value:
-            yield from _scalars(inner, key)
+        yield node
     else:
-        for name, inner in node.value:
-            yield from _scalars(name)
-            yield from _scalars(inner, str(name.value))
+        pairs = ((inner,) if isinstance(node, yaml.SequenceNode) else inner for inner in node.value)
+        yield from (scalar for pair in pairs for inner in pair for scalar in _scalars(inner))

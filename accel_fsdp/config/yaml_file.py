@@ -197,8 +197,6 @@ def load(path: Path, doubled: bool = False) -> Any:
     return content
 
 
-LONGEST_PATH = 4096
-
 ReadConfig: TypeAlias = tuple[JobConfig, Any]
 """The configuration, and the ruamel.yaml document for lines and edits."""
 
@@ -230,14 +228,12 @@ def _absent(values: dict[str, Any], path: Path) -> dict[str, str]:
     """Says where DeepSpeed's own file is if it can't be opened from here: beside the YAML, or in a missing folder."""
     section = values.get("deepspeed_config")
     file_name = section.get("deepspeed_config_file") if isinstance(section, dict) else None
-    if not isinstance(file_name, str) or not file_name or "\0" in file_name or len(file_name) > LONGEST_PATH:
+    target = Path(os.path.expanduser(file_name)) if isinstance(file_name, str) and file_name else path
+    if os.path.exists(target):
         return {}
-    target = Path(file_name).expanduser()
-    if target.exists():
-        return {}
-    if (path.parent / target).exists():
+    if os.path.exists(path.parent / target):
         return {"deepspeed_config_file": "beside"}
-    elsewhere = target.is_absolute() and not target.parent.exists()
+    elsewhere = target.is_absolute() and not os.path.exists(target.parent)
     return {"deepspeed_config_file": "elsewhere" if elsewhere else ""}
 
 

@@ -5,3 +5,5 @@ from . import place as place
 from . import python_child as python_child
 from .flags import LaunchCommand as LaunchCommand
 from .flags import PlaceFlags as PlaceFlags
+from .project import InitCommand as InitCommand
+from .project import init as init

@@ -6,15 +6,13 @@ from typing import Any
 
 from accel_fsdp import command_line
 from accel_fsdp.config import (
-    ENGINE_NAMES,
     THIS_FILE,
-    Engine,
     header,
 )
 from accel_fsdp.hardware import machines
 from accel_fsdp.job import Job, from_arguments
 from accel_fsdp.linter.rules import Finding, Subject, run
-from accel_fsdp.wizard import Answers, interview, to_yaml
+from accel_fsdp.wizard import Answers, interview, recommended, to_yaml
 
 OUTPUT = "fsdp.yaml"
 
@@ -39,8 +37,8 @@ class Proposer:
         Raises:
             UserError: the model can't be read, or the wizard refuses an answer.
         """
-        flags = self._base(job) | _decisions(job)
-        return interview.answers(interview.Interview(flags, dict(flags), quiet=True))
+        flags = self._base(job) | recommended.decisions(job)
+        return interview.answers(interview.Interview(flags, dict(flags)))
 
     def written(self, job: Job) -> str:
         """The YAML's text, as the wizard writes it for this model, with the whole job in its launch command.
@@ -50,13 +48,13 @@ class Proposer:
         """
         answers, words = self.answers(job), argument_words(job)
         script = [to_yaml.OWN_SCRIPT, *words] if answers.own_script else header.example_run(answers.model, words)
-        line = header.engine_line if answers.needs_engine else header.launch_line
         expandable = machines.parse(self.gpus)[0].has_expandable_segments
-        return to_yaml.to_text(answers, line(THIS_FILE, script, expandable=expandable))
+        line = header.launch_line(THIS_FILE, script, place=answers.place, expandable=expandable)
+        return to_yaml.to_text(answers, line)
 
     def command(self, job: Job) -> str:
         """The command that writes the YAML of the recommended job, without the wizard's own defaults."""
-        chosen = self._base(job) | ({} if self.by_default else _decisions(job))
+        chosen = self._base(job) | ({} if self.by_default else recommended.decisions(job))
         flags = [word for name, value in chosen.items() for word in (command_line.flag_of(name), value)]
         return shlex.join(["accel-fsdp", "config", "--yes", "-o", OUTPUT, *flags])
 
@@ -71,20 +69,6 @@ class Proposer:
         if job.recipe.length != self.usual_length:
             flags["seq_len"] = str(job.recipe.length)
         return flags
-
-
-def _decisions(job: Job) -> dict[str, str]:
-    """The flags of the wizard that say how a job is trained."""
-    layout = job.layout
-    flags = {"engine": ENGINE_NAMES[layout.engine], "batch": str(job.recipe.rows)}
-    if layout.is_fsdp:
-        flags |= {"fsdp_version": layout.engine.removeprefix("fsdp"), "strategy": str(layout.strategy)}
-        flags["activation_checkpointing"] = to_yaml.flag_text(job.settled.recompute == "engine")
-    if layout.engine is Engine.DEEPSPEED:
-        flags["zero_stage"] = str(layout.strategy)
-    if layout.is_fsdp or layout.engine is Engine.DEEPSPEED:
-        flags["cpu_offload"] = to_yaml.flag_text(layout.offload)
-    return flags
 
 
 def arguments(job: Job) -> dict[str, Any]:

@@ -1,12 +1,18 @@
-"""The wizard's answers as one frozen value."""
+"""The wizard's answers as one frozen value, and those so far with the model and the machine. Pure."""
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from accel_fsdp.config import (
     AXES,
     DEFAULT_ZERO_STAGE,
+    FSDP_VERSIONS,
     HYBRID,
+    OTHER_ENGINES,
     STRATEGIES,
+    Engine,
     EngineName,
     Method,
     Precision,
@@ -14,6 +20,9 @@ from accel_fsdp.config import (
     WrapPolicy,
     size_key,
 )
+from accel_fsdp.hardware import MachineFacts, machines
+from accel_fsdp.job import FSDP_KINDS
+from accel_fsdp.models import ModelFacts
 
 MESH = ("dp_replicate", "tp", "ep")
 """The answers that are sizes of FSDP2's mesh."""
@@ -59,9 +68,9 @@ class Answers:
     ep: int = 1
 
     @property
-    def needs_engine(self) -> bool:
-        """Whether only a cluster engine, such as SLURM, can give the rendezvous address."""
-        return self.num_machines > 1 and not self.main_process_ip
+    def place(self) -> Literal["", "rank", "engine"]:
+        """What has to give a machine's rank: nothing, the user, or a cluster engine such as SLURM and its address."""
+        return "" if self.num_machines == 1 else "rank" if self.main_process_ip else "engine"
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -76,3 +85,46 @@ class Answers:
     def own_script(self) -> bool:
         """Whether `train/sft.py`, which trains causal language models, can't train this one."""
         return self.auto_class != "AutoModelForCausalLM"
+
+
+GivenAnswers = Mapping[str, Any]
+
+
+def engine_of(answers: GivenAnswers) -> Engine:
+    """The engine of answers that may be incomplete; NONE while the version of FSDP is open."""
+    if answers.get("engine") != "fsdp":
+        return OTHER_ENGINES.get(answers.get("engine", "ddp"), Engine.DDP)
+    if answers.get("fsdp_version") == 2 and answers.get("strategy") == 3:
+        return Engine.DDP  # FSDP2 has no NO_SHARD: it would shard
+    return FSDP_VERSIONS.get(answers.get("fsdp_version", 0), Engine.NONE)
+
+
+@dataclass(frozen=True)
+class Context:
+    """The context of a question: the answers so far, the model, and the machine that was found.
+
+    `unread`: the model's facts are unknown, and the catalogue has no model of its kind. `wished` are flags and other
+    given answers, of later questions too.
+    """
+
+    given: GivenAnswers
+    detected: MachineFacts = machines.CPU
+    model: ModelFacts | None = None
+    unread: bool = False
+    wished: GivenAnswers = dataclasses.field(default_factory=dict)
+
+    @property
+    def engine(self) -> Engine:
+        return engine_of(self.given)
+
+    @property
+    def is_fsdp(self) -> bool:
+        return self.engine in FSDP_KINDS
+
+    @property
+    def machine(self) -> MachineFacts:
+        """One of the machines that will train, as answered; before that, the one that was found."""
+        return machines.parse(self.given["gpus"])[0] if "gpus" in self.given else self.detected
+
+    def __getitem__(self, name: str) -> Any:
+        return self.given[name]

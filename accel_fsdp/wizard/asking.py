@@ -5,6 +5,7 @@ Enter answers, Escape goes back, Ctrl-C stops. The only import of questionary.
 
 import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import questionary
@@ -14,9 +15,9 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent, merge_key_bin
 
 from accel_fsdp import console
 from accel_fsdp.errors import UserError
-from accel_fsdp.wizard.interview import Interview, in_words, read_model
-from accel_fsdp.wizard.question import Context, Option, Question, settle
-from accel_fsdp.wizard.questions import QUESTIONS
+from accel_fsdp.wizard.answers import Context
+from accel_fsdp.wizard.interview import Interview, in_words, introduce
+from accel_fsdp.wizard.questions import QUESTIONS, Question, settle
 
 BACK = object()
 """The answer after Escape."""
@@ -34,6 +35,9 @@ def interview(flags: Mapping[str, str], given: Mapping[str, str]) -> Interview:
     session = Interview(flags, {**given, **flags})
     session.fixed = frozenset(session.given)
     console.say(GREETING, style="dim", wrap=True)
+    with suppress(UserError):  # which the question of the model reports
+        if session.given.get("model"):
+            introduce(session.given["model"])
     _ask_from(session, 0)
     return session
 
@@ -78,7 +82,7 @@ def _ask(question: Question, context: Context, before: Any) -> Any:
         try:
             settle(question, context, answer)
             if question.field == "model":
-                read_model(answer)
+                introduce(answer)
             return answer
         except UserError as error:
             console.say(_at_prompt(error, question), style="red", wrap=True, lines=True)
@@ -124,20 +128,21 @@ def _ask_text(prompt: str, default: str, reason: str, before: str | None) -> tup
 def _ask_choice(question: Question, context: Context, proposed: Any, reason: str) -> tuple[Any, str]:
     assert question.options is not None
     options = [option for option in question.options(context) if option.offered or option.value == proposed]
-    choices = [
-        _choice(option, f"proposed: {reason}" * (option.value == question.default(context)[0])) for option in options
-    ]
+    own = question.default(context)[0]
+    hints = [("proposed: " + reason if option.value == own else "", option.caution) for option in options]
+    shown = zip(options, hints, strict=True)
+    choices = [_choice(option.label(), option.value, option.disabled, *words) for option, words in shown]
     free = [choice for choice in choices if not choice.disabled]
     default = next((choice for choice in free if str(choice.value) == str(proposed)), free[0])
     prompt = _fill(question.prompt, start=4, indent=2)  # questionary adds two spaces
     answer = _run(questionary.select(prompt, choices, default=default, instruction=" ", use_jk_keys=False))
-    label = next((option.label for option in options if option.value == answer), "")
+    label = next((option.label() for option in options if option.value == answer), "")
     return answer, label.rpartition(": ")[0] or label
 
 
 def pick(text: str, rows: Sequence[tuple[str, str]], instruction: str) -> Any:
     """Lets the user pick one of several rows (value, label); Escape returns BACK. Leaves nothing on the screen."""
-    choices = [_choice(Option(value, label)) for value, label in rows]
+    choices = [_choice(label, value) for value, label in rows]
     first, hint = _fit_lines(text, instruction)
     return _run(questionary.select(first, choices, instruction=hint, use_jk_keys=False))
 
@@ -163,15 +168,16 @@ def _fit_lines(prompt: str, reason: str, room: int = 0) -> tuple[str, str]:
     return first, "\n  " + _fill(instruction, start=2, indent=3)
 
 
-def _choice(option: Option, hint: str = "") -> questionary.Choice:
+def _choice(label: str, value: Any, disabled: str = "", *hints: str) -> questionary.Choice:
     """An option broken between words; questionary draws a disabled one as `- label (why)`.
 
-    The hint, and the option's condition, are shown while the option is highlighted.
+    The hints are shown while the option is highlighted.
     """
-    label = _fill(option.label, start=5, indent=5)
-    why = _fill(option.disabled, start=len(label.splitlines()[-1]) + 7, indent=5)
-    hints = "; ".join(filter(None, (hint, option.caution)))
-    return questionary.Choice(label, value=option.value, disabled=why or None, description=hints or None)
+    label = _fill(label, start=5, indent=5)
+    why = _fill(disabled, start=len(label.splitlines()[-1]) + 7, indent=5)
+    return questionary.Choice(
+        label, value=value, disabled=why or None, description="; ".join(filter(None, hints)) or None
+    )
 
 
 def _fill(text: str, start: int, indent: int) -> str:

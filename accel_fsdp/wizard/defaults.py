@@ -7,7 +7,7 @@ from accel_fsdp.config import DEFAULT_PORT, ENGINE_NAMES, PLACING, Engine
 from accel_fsdp.hardware import machines
 from accel_fsdp.units import listed
 from accel_fsdp.wizard import recommended, validation
-from accel_fsdp.wizard.question import Context
+from accel_fsdp.wizard.answers import Context
 
 
 def always(value: Any, reason: str) -> Callable[[Context], tuple[Any, str]]:
@@ -116,7 +116,7 @@ def activation_checkpointing(context: Context) -> tuple[bool, str]:
         )
     if why := validation.reason("activation_checkpointing", True, context):
         return False, why
-    candidate = recommended.candidate(context) if recommended.checkpoints_in_yaml(context) else None
+    candidate = recommended.candidate(context) if context.is_fsdp else None
     if candidate is None:
         return False, "costs about a third more compute"
     if candidate.recipe.recomputes:

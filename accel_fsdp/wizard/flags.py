@@ -1,14 +1,14 @@
-"""The flags of `accel-fsdp config`: one for each question, and others besides the answers."""
+"""The flags of `accel-fsdp config`, one for each question and others besides the answers, and of `migrate`."""
 
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from accel_fsdp.command_line import arg
+from accel_fsdp.command_line import arg, positional
+from accel_fsdp.config import MigrationTarget
 from accel_fsdp.job import Recipe
 from accel_fsdp.wizard.presets import PRESETS
-from accel_fsdp.wizard.question import Question
 from accel_fsdp.wizard.questions import QUESTIONS
 
 SeqLen = Annotated[
@@ -43,15 +43,35 @@ class WizardOptions:
     ] = None
 
 
-def _flag_field(question: Question) -> tuple[str, Any, Any]:
-    help_text = arg(question.prompt, question.metavar, hint="(asked)", alias=question.alias)
-    return question.field, Annotated[str | None, help_text], dataclasses.field(default=None)
-
-
 ConfigCommand = dataclasses.make_dataclass(
     "ConfigCommand",
-    [_flag_field(question) for question in QUESTIONS],
+    [
+        (
+            q.field,
+            Annotated[str | None, arg(q.prompt, q.metavar, hint="(asked)", alias=q.alias)],
+            dataclasses.field(default=None),
+        )
+        for q in QUESTIONS
+    ],
     bases=(WizardOptions,),
     frozen=True,
 )
 """The whole command."""
+
+
+@dataclass(frozen=True)
+class MigrateCommand:
+    """The whole command.
+
+    `force` accepts a lost meaning, and `overwrite` replaces an existing OUT. They are separate, because the report asks
+    for the first, and users may not expect the second.
+    """
+
+    file: Annotated[Path, positional("An Accelerate YAML.", "FILE")]
+    to: Annotated[MigrationTarget, arg("The engine to rewrite it for.")]
+    output: Annotated[Path | None, arg("Write there and leave FILE as it is.", "OUT", alias="-o")] = None
+    force: Annotated[bool, arg("Write although a meaning is lost.")] = False
+    overwrite: Annotated[bool, arg("Replace an existing OUT.")] = False
+    json: Annotated[bool, arg("The changes and the new file as JSON.")] = False
+    dry_run: Annotated[bool, arg("Write nothing; print the new file.")] = False
+    layer_class: Annotated[str, arg("The layer class to wrap, where FILE names none.", "NAME")] = ""

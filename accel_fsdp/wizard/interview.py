@@ -7,16 +7,20 @@ from functools import cache
 from typing import Any
 
 from accel_fsdp import console, models
+from accel_fsdp.command_line import parse_command_line
+from accel_fsdp.config import DEFAULT_PORT, EXPERT_FLAG, script_arguments, size_key
 from accel_fsdp.errors import UsageError, UserError, joined
 from accel_fsdp.hardware import MachineFacts, host
 from accel_fsdp.models import ModelFacts, catalogue, remote_code
 from accel_fsdp.units import parameters
-from accel_fsdp.wizard import recommended
-from accel_fsdp.wizard.answers import Answers
+from accel_fsdp.wizard import recommended, to_yaml
+from accel_fsdp.wizard.answers import MESH, Answers, Context
 from accel_fsdp.wizard.presets import MODEL as PRESET_MODEL
-from accel_fsdp.wizard.question import Context, Question, settle, store
-from accel_fsdp.wizard.questions import QUESTIONS, to_answers, useless
+from accel_fsdp.wizard.questions import QUESTIONS, Question, settle, store, to_answers, useless
 
+RANKS = ("num_processes", *MESH)
+ABOUT_RANKS = ("AF316", "AF329", "AF330", "AF333", "AF402", "AF516", "AF517", "AF518", "AF519")
+"""The answers about ranks, and the rules of `accel-fsdp check` that judge them together."""
 WITHOUT_MODEL = ""
 """The answer where no model is needed: the layer class is named, or a file is edited."""
 
@@ -32,7 +36,6 @@ class Interview:
 
     flags: Mapping[str, str]
     given: dict[str, Any]
-    quiet: bool = False
     fixed: frozenset[str] = frozenset()
     asked: list[str] = field(default_factory=list)
 
@@ -52,10 +55,7 @@ class Interview:
 
     def unanswered(self) -> list[Question]:
         """The questions that apply and have no given answer; without a model, those for a Llama."""
-        session = self
-        if "model" not in self.given:
-            session = replace(self, given={**self.given, "model": PRESET_MODEL}, quiet=True)
-        context = session.settled()
+        context = replace(self, given={"model": PRESET_MODEL, **self.given}).settled()
         return [q for q in QUESTIONS if q.is_open(context) and q.field not in self.given]
 
     def _settle(self, question: Question, context: Context) -> Context:
@@ -72,14 +72,14 @@ class Interview:
             return store(question, context, question.default(context)[0])
         if question.field in self.given:
             try:
-                return settle(question, context, self.given[question.field])
+                return judged(question, settle(question, context, self.given[question.field]))
             except UserError as error:
                 if question.field in self.flags:
                     raise
                 del self.given[question.field]
                 note = f"{in_words(joined(error.what, error.why))}; going on without it: {error.fix}"
                 console.say(f"note: {note}", style="yellow", wrap=True)
-        return settle(question, context, question.default(context)[0])
+        return judged(question, settle(question, context, question.default(context)[0]))
 
     @property
     def is_without_model(self) -> bool:
@@ -91,10 +91,7 @@ class Interview:
         if self.is_without_model:
             return replace(context, unread=True)
         try:
-            model = read_model(context["model"])
-            if not self.quiet:
-                _introduce(context["model"])
-            return replace(context, model=model)
+            return replace(context, model=read_model(context["model"]))
         except UserError as error:
             if "layer_class" not in self.given:
                 raise type(error)(error.what, why=error.why, fix=f"{error.fix}; or --layer-class NAME") from error
@@ -103,6 +100,26 @@ class Interview:
                 _say_once("note: train/sft.py takes such a model with --trust_remote_code alone; read its code first")
             of_catalogue = catalogue.language_layers().issuperset(str(self.given["layer_class"]).split(","))
             return replace(context, unread=not isinstance(error, remote_code.NeedsCode) and not of_catalogue)
+
+
+def judged(question: Question, context: Context) -> Context:
+    """Refuses an answer about ranks that `accel-fsdp check` finds fault with in the YAML of the answers so far."""
+    answers = Answers(**{"main_process_port": DEFAULT_PORT, **context.given})
+    if question.field not in RANKS or (question.field in MESH and getattr(answers, question.field) == 1):
+        return context
+    if question.field in ("tp", "ep") and context.model and context.model.auto_class != models.CAUSAL:
+        what, why = f"{question.flag} for {context.model.auto_class}", "train/sft.py alone divides"
+        raise UserError(what, why=why, fix=f"{question.flag} 1")
+    from accel_fsdp.linter.rules import RULES, Subject, run
+
+    arguments = parse_command_line(script_arguments("\n".join(to_yaml.header(answers))))
+    subject = Subject(to_yaml.to_mapping(answers), args=arguments, model=context.model, uses_sft=True)
+    for finding in run(subject, {code: RULES[code] for code in ABOUT_RANKS}):
+        fix = finding.fix
+        for key, flag in ((EXPERT_FLAG, "--ep"), (f"{size_key('tp')}:", "--tp"), ("num_processes:", "--num-processes")):
+            fix = fix.replace(key, flag)
+        raise UserError(f"{question.flag} {context[question.field]}: {finding.what}", why=finding.why, fix=fix)
+    return context
 
 
 def interview(flags: Mapping[str, str], given: Mapping[str, str], defaults: bool) -> Interview:
@@ -151,8 +168,8 @@ def _say_once(line: str) -> None:
     console.say(line, style="yellow", wrap=True)
 
 
-@cache
-def _introduce(name: str) -> None:
+def introduce(name: str) -> None:
+    """Says what a model is, and which of its layers are units."""
     model = read_model(name)
     layers = ", ".join(f"{layer.count} x {layer.name}" for layer in model.wrap_classes) or "no repeated layer"
     origin = f" ({model.origin})" if model.origin else ""

@@ -6,29 +6,105 @@ Pure: no terminal, no files, no torch. `asking.py` asks them. Prompts, choices a
 `schema.py`; this table has the parts that depend on other answers, the model and the machine.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
+from accel_fsdp import command_line
 from accel_fsdp.config import BY_NAME, HYBRID, STRATEGIES, ZERO_STAGES, Engine, Kind, zero_name
-from accel_fsdp.errors import UsageError
+from accel_fsdp.errors import UsageError, did_you_mean
 from accel_fsdp.hardware import machines
 from accel_fsdp.wizard import defaults, recommended, validation
-from accel_fsdp.wizard.answers import Answers
-from accel_fsdp.wizard.question import Context, Option, Question
+from accel_fsdp.wizard.answers import Answers, Context
+
+
+@dataclass(frozen=True)
+class Option:
+    """One answer to choose from, with its consequence in a few words; `disabled` says why it can't be chosen here.
+
+    An option that isn't `offered` is accepted only from a file or a flag; `caution` is its condition.
+    """
+
+    value: Any
+    label: Callable[[], str]
+    disabled: str = ""
+    offered: bool = True
+    caution: str = ""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question. `field` is its name in `Answers`, with dashes the flag of `accel-fsdp config`.
+
+    `default` returns the proposed value and the reason in one line. `metavar` is shown in `--help`; `names` are second
+    spellings of its values, `alias` a second flag. `applies` says whether to ask at all: if it is false the default is
+    used. `helps` says whether it is written even with its default, and `asked` whether the wizard asks it: the others
+    have flags alone. `check` returns the value as stored, or raises `UserError`. `key` is the section and key of the
+    YAML for the answer, if a single key takes it.
+    """
+
+    field: str
+    prompt: str
+    default: Callable[[Context], tuple[Any, str]]
+    options: Callable[[Context], list[Option]] | None = None
+    applies: Callable[[Context], bool] = lambda context: True
+    helps: Callable[[Context], bool] = lambda context: True
+    check: Callable[[Context, Any], Any] = lambda context, value: value
+    metavar: str = "TEXT"
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    alias: str = ""
+    key: tuple[str, str] | None = None
+    asked: Callable[[Context], bool] = lambda context: True
+
+    def is_open(self, context: Context) -> bool:
+        """Whether the wizard asks it after these answers."""
+        return self.applies(context) and self.helps(context) and self.asked(context)
+
+    @property
+    def flag(self) -> str:
+        return command_line.flag_of(self.field)
+
+    @property
+    def title(self) -> str:
+        return self.field.replace("_", " ")
+
+
+def settle(question: Question, context: Context, value: Any) -> Context:
+    """Returns the context with `value` checked and stored as the answer to `question`."""
+    if question.options is not None:
+        value = _one_of(question, question.options(context), value)
+    return store(question, context, question.check(context, value))
+
+
+def store(question: Question, context: Context, value: Any) -> Context:
+    return replace(context, given={**context.given, question.field: value})
+
+
+def _one_of(question: Question, options: list[Option], value: Any) -> Any:
+    """The option whose value reads like `value`: flags arrive as text, in any case."""
+    by_text = {str(option.value).lower(): option for option in options}
+    by_text |= {name.lower(): by_text[text] for text, name in question.names.items()}
+    text = str(value).lower()
+    chosen = by_text.get(text)
+    if chosen is not None and not chosen.disabled:
+        return chosen.value
+    known = [
+        str(option.value).lower() if isinstance(option.value, bool) else str(option.value)
+        for option in options
+        if option.offered and not option.disabled
+    ]
+    others = "--engine ddp, or another model" if question.field == "fsdp_version" else "another model"
+    raise UsageError(
+        f"{question.flag} {value} can't be used."
+        + ("" if chosen else did_you_mean(text, [*known, *question.names.values()])),
+        why=chosen.disabled if chosen else "it is not one of the listed values",
+        fix=f"{question.flag} with one of: " + ", ".join(known) if known else others,
+    )
+
 
 METAVARS = {Kind.BOOL: "true|false", Kind.INT: "N", Kind.NAMES: "NAME[,NAME]", Kind.TEXT: "TEXT"}
-KEYS = {
-    "strategy": "sharding_strategy",
-    "wrap_policy": "auto_wrap_policy",
-    "layer_class": "transformer_layer_cls_to_wrap",
-    "cpu_offload": "offload_params",
-    "activation_offload": "activation_checkpointing_offload",
-    "ram_efficient_loading": "cpu_ram_efficient_loading",
-}
-"""Answers whose key in the YAML has another name."""
 
 
 Condition = Callable[[Context], bool]
@@ -56,41 +132,24 @@ def _wraps(context: Context, policy: str) -> bool:
     return context.is_fsdp and bool(context["wrap_policy"] == policy)
 
 
-def _unkeyed(name: str, prompt: str, meanings: Mapping[Any, str] = MappingProxyType({}), **more: Any) -> Question:
-    """A question that no single key of the YAML answers."""
-    options = partial(_options, name, meanings, ()) if meanings else None
-    more = {"metavar": "|".join(meanings) or "N", "check": _check_of(name), **more}
-    return Question(name, prompt, getattr(defaults, name), options, **more)
-
-
-def _keyed(name: str, hidden: tuple[str, ...] = (), **more: Any) -> Question:
-    """The question for one key of the YAML, with the prompt, the choices and the type that the field table gives it."""
-    place = next(place for place in _places(name) if place in BY_NAME)
-    field = BY_NAME[place]
-    meanings: Mapping[Any, str] = {
-        int(choice) if choice.isdecimal() else choice: meaning for choice, meaning in field.meanings.items()
+def _question(
+    name: str, prompt: str, meanings: Mapping[Any, str] | None = None, hidden: tuple[str, ...] = (), **more: Any
+) -> Question:
+    """A question with a prompt, or for a key (`section.key`) with the prompt, choices and type of the field table."""
+    place = tuple(prompt.rpartition(".")[::2])
+    field = BY_NAME.get(place) if " " not in prompt else None  # type: ignore[arg-type]
+    if field and meanings is None:
+        choices = {int(value) if value.isdecimal() else value: text for value, text in field.meanings.items()}
+        meanings = {False: "", True: ""} if field.kind is Kind.BOOL else choices
+    words = "|".join(str(value) for value in meanings or () if value not in hidden)
+    shown = ("TYPE" if len(words) > 29 else words) or "N"
+    settings = {
+        "options": partial(_options, name, meanings, hidden) if meanings else None,
+        "metavar": METAVARS.get(field.kind, shown) if field else shown,
+        "check": getattr(validation, f"check_{name}", lambda context, value: value),
+        "key": place if field else None,
     }
-    meanings = {False: "", True: ""} if field.kind is Kind.BOOL else more.pop("meanings", meanings)
-    choices = "|".join(str(value) for value in meanings if value not in hidden)
-    return Question(
-        name,
-        field.question,
-        getattr(defaults, name),
-        partial(_options, name, meanings, hidden) if meanings else None,
-        metavar=METAVARS.get(field.kind, choices if len(choices) < 30 else "TYPE"),
-        check=_check_of(name),
-        key=place,
-        **more,
-    )
-
-
-def _places(name: str) -> list[tuple[str, str]]:
-    key = KEYS.get(name, name)
-    return [("", key), ("fsdp_config", key), ("fsdp_config", f"fsdp_{key}"), ("deepspeed_config", key)]
-
-
-def _check_of(name: str) -> Callable[[Context, Any], Any]:
-    return getattr(validation, f"check_{name}", lambda context, value: value)
+    return Question(name, field.question if field else prompt, getattr(defaults, name), **{**settings, **more})
 
 
 def _options(name: str, meanings: Mapping[Any, str], hidden: tuple[str, ...], context: Context) -> list[Option]:
@@ -140,42 +199,46 @@ STRATEGY_MEANINGS = {
     4: f"{STRATEGIES[4]}: as 1 inside each machine, one replica per machine",
     5: f"{STRATEGIES[5]}: as 2 inside each machine, one replica each",
 }
+NO_EFFECT = "a setting without effect usually means a mistake elsewhere"
 NAMES = {str(number): name for number, name in STRATEGIES.items()}
 
+FSDP = "fsdp_config.fsdp"
 QUESTIONS: tuple[Question, ...] = (
-    _unkeyed("model", "Which model? (hub id or local folder)", metavar="ID_OR_FOLDER"),
-    _unkeyed("method", "What do you train?", METHODS),
-    _unkeyed(
+    _question("model", "Which model? (hub id or local folder)", metavar="ID_OR_FOLDER"),
+    _question("method", "What do you train?", METHODS),
+    _question(
         "gpus", "Which machine will train? (such as 8xH100-80GB, 2x8xA100-40GB, cpu)", metavar="NxNAME[-MEMORYGB]"
     ),
-    _keyed("num_machines", asked=IF["one machine"], alias="--nodes"),
-    _unkeyed(
+    _question("num_machines", "num_machines", asked=IF["one machine"], alias="--nodes"),
+    _question(
         "seq_len",
         "How many tokens per sequence?",
         helps=IF["planned"],
         check=recommended.check_length,
         metavar="TOKENS",
     ),
-    _unkeyed("engine", "Which engine?", ENGINES),
-    _keyed("fsdp_version", applies=IF["fsdp"], asked=IF["never"]),
-    _keyed("strategy", meanings=STRATEGY_MEANINGS, names=NAMES, applies=IF["fsdp"]),
-    _keyed("zero_stage", applies=IF["deepspeed"]),
-    _keyed("mixed_precision", hidden=("fp8",)),
-    _keyed("num_processes", asked=IF["never"]),
-    _unkeyed("dp_replicate", "How many replicas of the model?", applies=IF["hybrid mesh"], helps=IF["never"]),
-    _unkeyed("tp", "How many ranks divide each layer (tensor parallelism)?", applies=IF["fsdp2"], helps=IF["never"]),
-    _unkeyed("ep", "How many ranks divide the experts (expert parallelism)?", applies=IF["fsdp2"], helps=IF["never"]),
-    _keyed("wrap_policy", applies=IF["sharded"], asked=IF["never"]),
-    _keyed("layer_class", applies=IF["layers"], asked=IF["no layer"]),
-    _keyed("min_num_params", applies=IF["sizes"], asked=IF["never"]),
-    _keyed("cpu_offload", applies=IF["offloads"]),
-    _keyed("activation_checkpointing", applies=IF["recomputes"]),
-    _keyed("activation_offload", applies=IF["checkpoints"], helps=IF["never"]),
-    _unkeyed("batch", "How many sequences does a GPU train on at a time (micro-batch)?", helps=IF["planned"]),
-    _keyed("state_dict_type", hidden=("LOCAL_STATE_DICT",), applies=IF["sharded"]),
-    _keyed("ram_efficient_loading", applies=IF["sharded"], asked=IF["never"]),
-    _keyed("main_process_ip", applies=IF["several machines"]),
-    _keyed("main_process_port", applies=IF["several machines"], asked=IF["never"]),
+    _question("engine", "Which engine?", ENGINES),
+    _question("fsdp_version", f"{FSDP}_version", applies=IF["fsdp"], asked=IF["never"]),
+    _question("strategy", f"{FSDP}_sharding_strategy", STRATEGY_MEANINGS, names=NAMES, applies=IF["fsdp"]),
+    _question("zero_stage", "deepspeed_config.zero_stage", applies=IF["deepspeed"]),
+    _question("mixed_precision", "mixed_precision", hidden=("fp8",)),
+    _question("num_processes", "num_processes", asked=IF["never"]),
+    _question("dp_replicate", "How many replicas of the model?", applies=IF["hybrid mesh"], helps=IF["never"]),
+    _question("tp", "How many ranks divide each layer (tensor parallelism)?", applies=IF["fsdp2"], helps=IF["never"]),
+    _question("ep", "How many ranks divide the experts (expert parallelism)?", applies=IF["fsdp2"], helps=IF["never"]),
+    _question("wrap_policy", f"{FSDP}_auto_wrap_policy", applies=IF["sharded"], asked=IF["never"]),
+    _question("layer_class", f"{FSDP}_transformer_layer_cls_to_wrap", applies=IF["layers"], asked=IF["no layer"]),
+    _question("min_num_params", f"{FSDP}_min_num_params", applies=IF["sizes"], asked=IF["never"]),
+    _question("cpu_offload", f"{FSDP}_offload_params", applies=IF["offloads"]),
+    _question("activation_checkpointing", f"{FSDP}_activation_checkpointing", applies=IF["recomputes"]),
+    _question(
+        "activation_offload", f"{FSDP}_activation_checkpointing_offload", applies=IF["checkpoints"], helps=IF["never"]
+    ),
+    _question("batch", "How many sequences does a GPU train on at a time (micro-batch)?", helps=IF["planned"]),
+    _question("state_dict_type", f"{FSDP}_state_dict_type", hidden=("LOCAL_STATE_DICT",), applies=IF["sharded"]),
+    _question("ram_efficient_loading", f"{FSDP}_cpu_ram_efficient_loading", applies=IF["sharded"], asked=IF["never"]),
+    _question("main_process_ip", "main_process_ip", applies=IF["several machines"]),
+    _question("main_process_port", "main_process_port", applies=IF["several machines"], asked=IF["never"]),
 )
 """The default of a question is the function of its name in `defaults`, its check is that in `validation`, if any."""
 
@@ -187,16 +250,14 @@ def to_answers(context: Context) -> Answers:
 
 
 def useless(question: Question, context: Context) -> UsageError:
-    """The error for the flag of a question that doesn't apply; it names the answer that decides so, if it is one."""
-    flag, decided, fix = question.flag, "the other answers", f"leave out {question.flag}"
-    for earlier in QUESTIONS:
-        options = earlier.options(context) if earlier.options and earlier.field in context.given else []
-        for value in (option.value for option in options if not option.disabled):
-            enabling = replace(context, given={**context.given, earlier.field: value})
-            if question.applies(enabling) and decided == "the other answers":
-                decided, fix = f"{earlier.flag} {context[earlier.field]}", f"{fix}, or {earlier.flag} {value}"
-    why = "a setting without effect usually means a mistake elsewhere"
-    return UsageError(f"{flag} has no effect with {decided}", why=why, fix=fix)
+    """The error for the flag of a question that doesn't apply; it names an answer before it with which it would."""
+    flag, fix = question.flag, f"leave out {question.flag}"
+    for earlier in (earlier for earlier in QUESTIONS if earlier.field in context.given):
+        for option in earlier.options(context) if earlier.options else ():
+            if not option.disabled and question.applies(store(earlier, context, option.value)):
+                what = f"{flag} has no effect with {earlier.flag} {context[earlier.field]}"
+                return UsageError(what, why=NO_EFFECT, fix=f"{fix}, or {earlier.flag} {option.value}")
+    return UsageError(f"{flag} has no effect with the other answers", why=NO_EFFECT, fix=fix)
 
 
 def applying(answers: Answers) -> list[Question]:

@@ -10,15 +10,14 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.config import ENGINE_NAMES, FSDP_VERSIONS, STRATEGIES, TORCH_DTYPES, Engine, Precision
+from accel_fsdp.config import ENGINE_NAMES, STRATEGIES, TORCH_DTYPES, Engine, Precision
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import gpus, machines
-from accel_fsdp.job import FSDP_KINDS, Job, Layout, Recipe, from_arguments, recompute_by
+from accel_fsdp.job import Job, Layout, Recipe, from_arguments, recompute_by
 from accel_fsdp.models import state_bytes
 from accel_fsdp.units import gib_or_mib
 from accel_fsdp.wizard import validation
-from accel_fsdp.wizard.answers import MESH
-from accel_fsdp.wizard.question import Context, engine_of
+from accel_fsdp.wizard.answers import MESH, Context
 
 if TYPE_CHECKING:
     from accel_fsdp.prediction import Candidate, Problem
@@ -35,28 +34,10 @@ NO_ADDRESS = (
     "note: without the first machine's address a cluster engine has to give it: accel-fsdp script makes its job file"
 )
 RECOMPUTES = "activation_checkpointing"
+DECIDING = ("fsdp_version", "strategy", "zero_stage", "cpu_offload", RECOMPUTES, "batch")
+"""Questions besides the engine whose answers are a job's."""
+NAMES = {name.lower(): str(number) for number, name in STRATEGIES.items()}
 _CACHE: "dict[tuple[Any, ...], Candidate | None]" = {}
-
-
-def layout_of(context: Context) -> Layout | None:
-    """How the ranks share the model, as `accel-fsdp plan --config` reads the YAML; None on CPU and TPU."""
-    answers = context.given
-    count, number = context.machine.count, answers["num_machines"]
-    ranks = answers.get("num_processes") or count * number
-    if not count or answers["engine"] == "tpu":
-        return None
-    together, offloads = max(ranks // number, 1), bool(answers.get("cpu_offload"))
-    engine = engine_of(answers)
-    if answers["engine"] == "single":
-        return Layout.alone()
-    if engine is Engine.DEEPSPEED:
-        return Layout.zero(answers.get("zero_stage", 3), ranks, together, offloads)
-    if engine is Engine.DDP:
-        return Layout.ddp(ranks, together)
-    replicas, tensor, experts = (answers.get(name) or 1 for name in MESH)
-    strategy = answers.get("strategy", 1)
-    together = ranks // replicas if strategy in (4, 5) and replicas > 1 else together
-    return Layout(engine, strategy, ranks, together, offloads, tensor, experts=experts)
 
 
 @cache
@@ -101,6 +82,20 @@ def problem_of(context: Context) -> "Problem | None":
     return Problem(shape, tapes, gpu, Job(layout, replace(recipe, length=length, attention=attention)))
 
 
+def layout_of(context: Context, problem: "Problem") -> Layout | None:
+    """How the ranks share the model, as `accel-fsdp plan --config` reads the YAML; None on TPUs."""
+    answers, layout, engine = context.given, problem.job.layout, context.engine
+    strategy = answers.get("zero_stage", 3) if engine is Engine.DEEPSPEED else answers.get("strategy", 1)
+    if engine in (Engine.NONE, Engine.TPU):
+        return Layout.alone() if answers["engine"] == "single" else None
+    if engine is Engine.DDP or not strategy:
+        return layout
+    replicas, tensor, experts = (answers.get(name) or 1 for name in MESH)
+    each = layout.ranks // replicas if strategy in (4, 5) and replicas > 1 else layout.ranks_per_node
+    offloads = bool(answers.get("cpu_offload"))
+    return Layout(engine, strategy, layout.ranks, each, offloads, tensor, experts=experts)
+
+
 def candidate(context: Context) -> "Candidate | None":
     """The plan's recommendation among the jobs that agree with the answers so far, and with flags for later ones.
 
@@ -111,7 +106,8 @@ def candidate(context: Context) -> "Candidate | None":
         return None
     asked = wanted(context)
     axes = (str(context.given.get(axis)) for axis in MESH)
-    find = _on_mesh if _divides(context) else _searched
+    divides = any(str({**context.wished, **context.given}.get(axis) or 1) != "1" for axis in MESH[1:])
+    find = _on_mesh if divides else _searched
     return _cached(problem, (*asked.items(), *axes), lambda: find(context, problem, asked))
 
 
@@ -125,7 +121,7 @@ def _cached(problem: "Problem", answers: tuple[Any, ...], find: "Callable[[], Ca
     return _CACHE[key]
 
 
-def _searched(context: Context, problem: "Problem", asked: Mapping[str, Any]) -> "Candidate | None":
+def _searched(context: Context, problem: "Problem", asked: Mapping[str, str]) -> "Candidate | None":
     """The recommendation among the layouts that the plan tries, or in the one that is answered, such as NO_SHARD.
 
     The one without any answer stays while the answers agree with it.
@@ -133,27 +129,21 @@ def _searched(context: Context, problem: "Problem", asked: Mapping[str, Any]) ->
     from accel_fsdp.prediction import layouts, search
 
     agrees, plain = _agreement(asked), _cached(problem, (), lambda: search.best(problem))
-    if plain and agrees(plain.job) and asked.get("batch", plain.recipe.rows) == plain.recipe.rows:
+    if plain and agrees(plain.job):
         return plain
     if "batch" in asked:
-        problem = replace(problem, job=problem.job.with_recipe(rows=asked["batch"]), fixed_rows=True)
+        problem = replace(problem, job=problem.job.with_recipe(rows=int(asked["batch"])), fixed_rows=True)
     jobs = [job for job in layouts(problem.job) if agrees(job) or agrees(job.with_layout(offload=True))]
-    own = layout_of(context) if not jobs and "engine" in context.given else None
+    own = layout_of(context, problem) if not jobs and "engine" in context.given else None
     jobs = [replace(problem.job, layout=own)] if own else jobs
     mended = _as_written(problem, problem.job)  # what trains with train/sft.py alone, where a flag asks for it
     found = search.best(problem, jobs, agrees) or search.best(mended, jobs, agrees)
     return found or search.least(problem, jobs, agrees)
 
 
-def _divides(context: Context) -> bool:
-    """Whether layers or experts are divided, by an answer or a flag."""
-    answers = {**context.wished, **context.given}
-    return any(str(answers.get(axis) or 1) != "1" for axis in MESH[1:])
-
-
-def _on_mesh(context: Context, problem: "Problem", asked: Mapping[str, Any]) -> "Candidate | None":
+def _on_mesh(context: Context, problem: "Problem", asked: Mapping[str, str]) -> "Candidate | None":
     """One row on the mesh of the answers, with checkpointing where it doesn't fit without; None before its sizes."""
-    layout = layout_of(context) if "ep" in context.given else None
+    layout = layout_of(context, problem) if "ep" in context.given else None
     if layout is None:
         return None
     job = replace(problem.job, layout=layout)
@@ -166,44 +156,42 @@ def _is_number(text: str) -> bool:
     return text.isdecimal() and len(text) <= 9
 
 
-def wanted(context: Context) -> dict[str, Any]:
+def wanted(context: Context) -> dict[str, str]:
     """The answers that decide a job, settled or by flags; a flag of one engine alone picks it."""
-    answers = {**context.wished, **context.given}
-    asked: dict[str, Any] = {}
-    if "engine" in answers:
-        asked["engine"] = str(answers["engine"]).lower()
-    elif "zero_stage" in answers:
-        asked["engine"] = "deepspeed"
-    elif OF_FSDP & answers.keys():
-        asked["engine"] = "fsdp"
-    for name in ("fsdp_version", "zero_stage", "batch"):
-        if _is_number(str(answers.get(name, ""))):
-            asked[name] = int(answers[name])
-    numbers = {name.lower(): number for number, name in STRATEGIES.items()} | {str(n): n for n in STRATEGIES}
-    if number := numbers.get(str(answers.get("strategy", "")).lower()):
-        asked["strategy"] = number
-    for name in ("cpu_offload", "activation_checkpointing"):
-        if str(answers.get(name, "")).lower() in ("true", "false"):
-            asked[name] = str(answers[name]).lower() == "true"
-    return asked
+    answers = {name: str(value).lower() for name, value in {**context.wished, **context.given}.items()}
+    asked = {name: NAMES.get(answers[name], answers[name]) for name in DECIDING if name in answers}
+    asked = {name: text for name, text in asked.items() if text in ("true", "false") or _is_number(text)}
+    implied = "deepspeed" if "zero_stage" in answers else "fsdp" if OF_FSDP & answers.keys() else ""
+    engine = answers.get("engine", implied)
+    return asked | ({"engine": engine} if engine else {})
 
 
-def _agreement(asked: Mapping[str, Any]) -> Callable[[Job], bool]:
+def decisions(job: Job) -> dict[str, str]:
+    """The flags of the wizard that say how a job is trained."""
+    layout = job.layout
+    flags = {"engine": ENGINE_NAMES[layout.engine], "batch": str(job.recipe.rows)}
+    if layout.is_fsdp:
+        flags |= {"fsdp_version": layout.engine.removeprefix("fsdp"), "strategy": str(layout.strategy)}
+        flags[RECOMPUTES] = str(job.settled.recompute == "engine").lower()
+    if layout.engine is Engine.DEEPSPEED:
+        flags["zero_stage"] = str(layout.strategy)
+    if layout.is_fsdp or layout.engine is Engine.DEEPSPEED:
+        flags["cpu_offload"] = str(layout.offload).lower()
+    return flags
+
+
+def _agreement(asked: Mapping[str, str]) -> Callable[[Job], bool]:
     """Whether a job has the answers asked for, as far as they apply to its engine."""
+    if asked.get("strategy") == "3" and asked.get("fsdp_version", "2") == "2":
+        asked = {**asked, "engine": "ddp"}
 
     def agrees(job: Job) -> bool:
-        layout, fsdp = job.layout, job.engine in FSDP_KINDS
-        by_engine = recompute_by(job.engine, job.method) == "engine"
-        named = "ddp" if asked.get("strategy") == 3 and asked.get("fsdp_version", 2) == 2 else asked.get("engine")
-        has = {
-            "engine": named in (None, ENGINE_NAMES[job.engine]) or job.engine is Engine.NONE,
-            "fsdp_version": not fsdp or FSDP_VERSIONS[asked.get("fsdp_version", 2)] is job.engine,
-            "strategy": not fsdp or layout.strategy == asked.get("strategy"),
-            "zero_stage": job.engine is not Engine.DEEPSPEED or layout.strategy == asked.get("zero_stage"),
-            "cpu_offload": not (fsdp or job.engine is Engine.DEEPSPEED) or layout.offload == asked.get("cpu_offload"),
-            "activation_checkpointing": not by_engine or job.recipe.recomputes == asked.get(RECOMPUTES),
-        }
-        return all(has[name] for name in asked if name in has)
+        decided = decisions(job)
+        if job.engine is Engine.NONE:
+            del decided["engine"]
+        if recompute_by(job.engine, job.method) != "engine":
+            decided.pop(RECOMPUTES, None)
+        return all(decided.get(name, text) == text for name, text in asked.items())
 
     return agrees
 
@@ -224,39 +212,14 @@ def _as_written(problem: "Problem", job: Job) -> "Problem":
     return replace(problem, job=replace(job, model=problem.shape.name))
 
 
-def judgement(context: Context) -> "tuple[Problem, Candidate] | None":
-    """The plan's verdict on settled answers, as it judges their YAML; None if the model or the GPU is unknown."""
-    problem, layout = problem_of(context), layout_of(context)
-    if problem is None or layout is None:
-        return None
-    recomputes = context["activation_checkpointing"] or checkpoints_in_script(context)
-    recipe = replace(
-        problem.job.recipe,
-        rows=context["batch"] or 1,
-        checkpointing="full" if recomputes else "none",
-        offloads_inputs=context["activation_offload"],
-    )
-    try:
-        written = _as_written(problem, Job(layout, recipe).settled)
-        return written, written.judged(written.job)
-    except UserError:
-        return None
-
-
 def note(strategy: int, context: Context) -> str:
     """What the plan says of a strategy: what a GPU needs, and its speed; empty if it is unknown."""
-    if strategy in (4, 5) and context["num_machines"] == 1:
+    is_idle = strategy in (4, 5) and context["num_machines"] == 1
+    chosen = None if is_idle else candidate(replace(context, given={**context.given, "strategy": strategy}))
+    if chosen is None:
         return ""
-    chosen = candidate(replace(context, given={**context.given, "strategy": strategy}))
-    return f", {in_figures(chosen)}" if chosen else ""
-
-
-def in_figures(candidate: "Candidate") -> str:
-    """The memory that a job needs and its speed on each GPU, or that it doesn't fit, in a few words."""
-    needed = gib_or_mib(candidate.device.needed)
-    if not candidate.fits:
-        return f"{needed}: doesn't fit"
-    return needed + (f", {candidate.tokens_per_s:,.0f} tokens/s" if candidate.step else "")
+    speed = f", {chosen.tokens_per_s:,.0f} tokens/s" if chosen.step else ""
+    return f", {gib_or_mib(chosen.device.needed)}" + (speed if chosen.fits else ": doesn't fit")
 
 
 def because(candidate: "Candidate") -> str:
@@ -273,12 +236,6 @@ def check_length(context: Context, value: Any) -> int | None:
     length, problem = validation.check_tokens(context, value), problem_of(context)
     recorded = (problem.shape,) if problem else trace_store.find(context["model"])
     return length_of(recorded[0], length) if recorded else length
-
-
-def checkpoints_in_yaml(context: Context) -> bool:
-    """Whether Accelerate can checkpoint activations with these answers; otherwise the training script can."""
-    question_key = ("activation_checkpointing", True, context)
-    return context.is_fsdp and not validation.reason(*question_key) and not validation.caution(*question_key)
 
 
 def warnings(context: Context) -> tuple[str, ...]:
@@ -300,14 +257,24 @@ def warnings(context: Context) -> tuple[str, ...]:
 def misfit(context: Context) -> tuple[str, ...]:
     """Why settled answers don't fit into a GPU's memory, and changes that would, as sentences.
 
-    Empty if they fit, or if this is unknown.
+    Empty if they fit, as the plan judges their YAML, or if this is unknown.
     """
     from accel_fsdp.prediction import remedies
 
-    verdict = judgement(context)
-    if verdict is None or verdict[1].fits:
+    problem = problem_of(context)
+    layout = layout_of(context, problem) if problem else None
+    if problem is None or layout is None:
         return ()
-    problem, judged = verdict
+    recomputes = context["activation_checkpointing"] or checkpoints_in_script(context)
+    sizes = {"rows": context["batch"] or 1, "offloads_inputs": context["activation_offload"]}
+    recipe = replace(problem.job.recipe, checkpointing="full" if recomputes else "none", **sizes)
+    try:
+        problem = _as_written(problem, Job(layout, recipe).settled)
+        judged = problem.judged(problem.job)
+    except UserError:
+        return ()
+    if judged.fits:
+        return ()
     lead = "this leaves too little free memory" if judged.verdict == "tight" else "this doesn't fit"
     better = "; ".join(change.flags for change in remedies(problem, judged.job)) or "a smaller model, or larger GPUs"
     return f"warning: {lead}: {judged.refused or f'it {judged.words}'}", f"  what fits: {better}"

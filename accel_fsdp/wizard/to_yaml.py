@@ -19,8 +19,7 @@ from accel_fsdp.config import (
 from accel_fsdp.config import header as config_header
 from accel_fsdp.hardware import machines
 from accel_fsdp.job import Checkpointing, Job, Layout, from_arguments
-from accel_fsdp.wizard.answers import Answers
-from accel_fsdp.wizard.question import engine_of
+from accel_fsdp.wizard.answers import Answers, engine_of
 from accel_fsdp.wizard.questions import applying
 
 Place: TypeAlias = tuple[str, str]
@@ -100,16 +99,10 @@ def header(answers: Answers, launch: str = "") -> list[str]:
 
 
 def _engine_in_words(answers: Answers) -> str:
-    engine = engine_of(vars(answers))
-    if engine in (Engine.FSDP1, Engine.FSDP2):
-        return f"{engine.label}, strategy {answers.strategy} ({STRATEGIES[answers.strategy]})"
-    if engine is Engine.DEEPSPEED:
-        return deepspeed_name(answers.zero_stage)
-    return {
-        Engine.DDP: "plain DDP",
-        Engine.TPU: "TPU (XLA FSDP)",
-        Engine.NONE: "one process, which has nothing to share",
-    }[engine]
+    engine, stage = engine_of(vars(answers)), deepspeed_name(answers.zero_stage)
+    others = {Engine.DDP: "plain DDP", Engine.TPU: "TPU (XLA FSDP)", Engine.DEEPSPEED: stage}
+    others[Engine.NONE] = "one process, which has nothing to share"
+    return others.get(engine, f"{engine.label}, strategy {answers.strategy} ({STRATEGIES[answers.strategy]})")
 
 
 def command_line(answers: Answers) -> str:
@@ -130,9 +123,7 @@ def flag_text(value: Any) -> str:
 def launch_line(answers: Answers, path: str) -> str:
     script = [OWN_SCRIPT] if answers.own_script else _our_script(answers, path)
     expandable = machines.parse(answers.gpus)[0].has_expandable_segments
-    if answers.needs_engine:
-        return config_header.engine_line(path, script, expandable)
-    return config_header.launch_line(path, script, answers.num_machines > 1, expandable)
+    return config_header.launch_line(path, script, place=answers.place, expandable=expandable)
 
 
 def _our_script(answers: Answers, path: str) -> list[str]:

@@ -1,21 +1,19 @@
 """The answers that can't be used, each with its reason: unsuitable options, values that would fail. Pure."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 from accel_fsdp.config import DEFAULT_PORT, Engine
 from accel_fsdp.errors import UNPRINTABLE, UsageError, UserError
 from accel_fsdp.hardware import gpus, machines
 from accel_fsdp.job import Clash, Job, Layout, Recipe, clashes, combinations
-from accel_fsdp.models import CAUSAL, Divisible, catalogue, check_layer_classes
-from accel_fsdp.wizard.question import Context, engine_of
+from accel_fsdp.models import catalogue, check_layer_classes
+from accel_fsdp.wizard.answers import Context, engine_of
 
 LONGEST_PATH, LONGEST_SHOWN = 1024, 80
 MOST_RANKS = 1_000_000
 """The largest plausible number of machines or processes; a larger one is taken for a typing error."""
-FLAGS = {"tp": "--tp", "ep": "--ep", "full": "--method full", "lora": "--method lora"}
-"""What the user types for axes and methods, by the names in `Divisible.misfits`."""
 
 
 def reason(question: str, value: Any, context: Context) -> str:
@@ -163,118 +161,45 @@ def check_batch(context: Context, value: Any) -> int:
     return 0 if value == 0 else _number("--batch", value, "a step trains on something", fix=1, most=10**6)
 
 
-def _refuse_first(problems: Iterable[tuple[str, str, str]]) -> None:
-    for what, why, fix in problems:
-        raise UserError(what, why=why, fix=fix)
-
-
 def check_num_machines(context: Context, value: Any) -> int:
     described, why = machines.parse(context["gpus"])[1], "it counts all machines, including this one"
     count = _number("--num-machines", value, why, fix=described, most=MOST_RANKS)
     if described not in (1, count):
-        what, why = (
-            f"--num-machines {count} contradicts --gpus {context['gpus']}",
-            f"that describes {described} machines",
-        )
-        raise UserError(what, why=why, fix=f"--num-machines {described}, or describe one machine alone")
+        fix = f"--num-machines {described}, or describe one machine alone"
+        what = f"--num-machines {count} contradicts --gpus {context['gpus']}"
+        raise UserError(what, why=f"that describes {described} machines", fix=fix)
     return count
 
 
 def check_num_processes(context: Context, value: Any) -> int:
-    """Refuses numbers that Accelerate would round, refuse, or shard over a single rank."""
-    one_each = max(context.machine.count, 1) * context["num_machines"]
-    total = _number("--num-processes", value, "each process drives one GPU", fix=one_each, most=MOST_RANKS)
-    _refuse_first(_problems_of_processes(context, total))
+    """Refuses numbers that the machine doesn't have GPUs for, or with which there is nothing to share."""
+    number, gpus = context["num_machines"], context.machine.count * context["num_machines"]
+    total = _number("--num-processes", value, "each process drives one GPU", fix=gpus or number, most=MOST_RANKS)
+    if 0 < gpus < total:
+        fix = f"--num-processes {gpus}, or describe the machine: --gpus {total // number}xNAME"
+        raise UserError(f"--num-processes {total} on {gpus} GPUs", why="each process drives one GPU", fix=fix)
+    if context["engine"] == "fsdp" and context["strategy"] in (4, 5) and total // number < 2:
+        what, why = f"hybrid sharding with {total // number} process per machine", "nothing would be sharded"
+        raise UserError(what, why=why, fix="two GPUs or more on each machine, or --strategy 1")
+    if total < 2 and context.engine is Engine.DDP:
+        fix = "--num-processes 2 or more" if context.machine.count != 1 else "--engine fsdp, which one GPU can do"
+        raise UserError("data parallel training with 1 process", why="Accelerate refuses it", fix=fix)
     return total
 
 
-def _problems_of_processes(context: Context, total: int) -> Iterator[tuple[str, str, str]]:
-    number = context["num_machines"]
-    each, gpus = total // number, context.machine.count * number
-    if total % number:
-        why = "it is the total over all machines; Accelerate would start fewer, silently"
-        what = f"--num-processes {total} is not a multiple of --num-machines {number}"
-        yield what, why, f"--num-processes {max(each, 1) * number}"
-    if 0 < gpus < total:
-        fix = f"--num-processes {gpus}, or describe the machine: --gpus {each}xNAME"
-        yield f"--num-processes {total} on {gpus} GPUs", "each process drives one GPU", fix
-    if context["engine"] == "fsdp" and context["strategy"] in (4, 5) and each < 2:
-        why = "it shards inside each machine, so nothing would be sharded"
-        fix = "two GPUs or more on each machine, or --strategy 1"
-        yield f"hybrid sharding with {each} process per machine", why, fix
-    if total < 2 and context.engine is Engine.DDP:
-        fix = "--num-processes 2 or more" if context.machine.count != 1 else "--engine fsdp, which one GPU can do"
-        yield "data parallel training with 1 process", "Accelerate refuses it", fix
+check_dp_replicate = _whole("--dp-replicate", 1, MOST_RANKS, "the processes are divided evenly among them")
+check_ep = _whole("--ep", 1, MOST_RANKS, "experts are divided over the ranks of one copy")
 
 
-def _divisor(flag: str, value: Any, whole: int, why: str, fix: str = "") -> int:
-    size = _number(flag, value, why, fix=1, most=MOST_RANKS)
-    if whole % size:
-        raise UserError(f"{flag} {size} does not divide {whole}", why=why, fix=fix or f"{flag} that divides {whole}")
+def check_tp(context: Context, value: Any) -> int:
+    """Refuses groups of ranks over several machines."""
+    here, why = context["num_processes"] // context["num_machines"], "every layer waits for all ranks of a group"
+    size = _number("--tp", value, why, fix=1, most=MOST_RANKS)
+    if size > 1 and here % size:
+        sizes = " or ".join(str(size) for size in range(2, here + 1) if here % size == 0)
+        fix = f"--tp {sizes}" if sizes else "leave out --tp"
+        raise UserError(f"--tp {size} does not divide the {here} processes of a machine", why=why, fix=fix)
     return size
-
-
-def check_dp_replicate(context: Context, value: Any) -> int:
-    total = context["num_processes"]
-    size = _divisor("--dp-replicate", value, total, f"the {total} processes are divided evenly among them")
-    if size * 2 > total:
-        fix = f"--dp-replicate {max(total // 2, 1)}; or --strategy 1 without --dp-replicate"
-        raise UserError(f"{size} replicas of {total} processes", why="one process has nothing to share", fix=fix)
-    return size
-
-
-def _check_axis(axis: Literal["tp", "ep"]) -> Callable[[Context, Any], int]:
-    """Refuses what transformers can't divide: over machines, by heads or experts, without a plan, or in 4 bits."""
-
-    def check(context: Context, value: Any) -> int:
-        here, copy = context["num_processes"] // context["num_machines"], _ranks_per_copy(context)
-        whole, why = {
-            "tp": (here, f"every layer waits for all ranks of a group, so it stays in one machine: {here}"),
-            "ep": (copy, f"experts are divided over the {copy} ranks of one copy"),
-        }[axis]
-        size = _divisor(f"--{axis}", value, whole, why, _sizes_that_fit(context, axis))
-        if size > 1:
-            _refuse_first(_problems_of_axis(context, axis, size))
-        return size
-
-    return check
-
-
-check_tp, check_ep = _check_axis("tp"), _check_axis("ep")
-
-
-def _problems_of_axis(context: Context, axis: str, size: int) -> Iterator[tuple[str, str, str]]:
-    model, flag, fix = context.model, f"--{axis} {size}", _sizes_that_fit(context, axis)
-    if axis == "ep" and size % context["tp"]:
-        yield flag, f"it holds whole groups of --tp {context['tp']}", fix
-    if context["strategy"] in (2, 5):
-        why = "its weights are always freed after forward"
-        yield f"{flag} with --strategy {context['strategy']}", why, f"--strategy {context['strategy'] - 1}"
-    if context["mixed_precision"] == "fp16":
-        why = "transformers, which divides the model, has no fp16"
-        yield f"{flag} with --mixed-precision fp16", why, f"--mixed-precision bf16, or --{axis} 1"
-    if model and model.auto_class != CAUSAL:
-        yield f"{flag} for {model.auto_class}", "train/sft.py alone divides", f"--{axis} 1"
-    axes = {"tp": context.given.get("tp", 1), "ep": 1, axis: size}
-    sizes = {**axes, "fsdp": _ranks_per_copy(context) // axes["tp"]}
-    for misfit in (model or Divisible()).misfits(sizes, context["method"], FLAGS):
-        what = f"{model.name}: {misfit.what}" if model else misfit.what
-        yield what, misfit.why, _sizes_that_fit(context, misfit.axis) if misfit.kind == "count" else misfit.fix
-
-
-def _sizes_that_fit(context: Context, axis: str) -> str:
-    """The fix that names an axis' sizes for these processes and this model."""
-    tensor, here = context["tp"] if axis == "ep" else 1, context["num_processes"] // context["num_machines"]
-    sizes = {"fsdp": _ranks_per_copy(context) // tensor, "tp": tensor, "ep": 1}
-    fitting = (context.model or Divisible()).fitting(axis, sizes)
-    words = " or ".join(str(size) for size in fitting if axis == "ep" or here % size == 0)
-    return f"--{axis} {words}" if words else f"leave out --{axis}, or another --num-processes"
-
-
-def _ranks_per_copy(context: Context) -> int:
-    """The ranks that share one copy of the model."""
-    replicas = context["dp_replicate"] if context["strategy"] in (4, 5) else 1
-    return int(context["num_processes"] // max(replicas, 1))
 
 
 def check_main_process_ip(context: Context, value: Any) -> str:

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from accel_fsdp.config import Edit, Engine, apply, yaml_file
+from accel_fsdp.config import Engine
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch import launcher
 from accel_fsdp.wizard import Answers, interview, to_yaml
-from accel_fsdp.wizard.question import engine_of
+from accel_fsdp.wizard.answers import engine_of
 
 ENGINES = ("fsdp", "fsdp", "fsdp", "fsdp", "ddp", "deepspeed", "tpu")
 
@@ -166,23 +166,6 @@ def test_unusable_yaml_is_one_clear_error(text: str, message: str, made_file: Pa
     with pytest.raises(UserError) as caught:
         launcher.launcher_args(made_file, Path(__file__), ())
     assert message in str(caught.value)
-
-
-def test_comments_and_unknown_keys_survive_loading(made_file: Path) -> None:
-    made_file.write_text("distributed_type: FSDP  # why\nmine: 1\n")
-    assert list(yaml_file.load(made_file)) == ["distributed_type", "mine"]
-
-
-ODD_SPACING = "# top\ndistributed_type:   FSDP   # why\n\nfsdp_config: {  fsdp_version:  2 }\nmine:\n- 1\n-   b\n"
-
-
-def test_what_was_not_edited_keeps_its_value(made_file: Path) -> None:
-    made_file.write_text(ODD_SPACING)
-    document = yaml_file.load(made_file)
-    assert yaml_file.dump(document) == ODD_SPACING
-    apply(document, [Edit("", "distributed_type", "MULTI_GPU")])
-    changed = yaml.safe_load(yaml_file.dump(document))
-    assert changed == {**yaml.safe_load(ODD_SPACING), "distributed_type": "MULTI_GPU"}
 
 
 def test_a_class_named_like_a_boolean_stays_text() -> None:

@@ -28,8 +28,6 @@ from accel_fsdp.prediction.tracing.model_shape import shape_of
 from accel_fsdp.prediction.tracing.recorder import Recorder
 from accel_fsdp.training import load_model, mesh
 from accel_fsdp.training.arguments import ModelArguments
-from accel_fsdp.wizard import validation
-from accel_fsdp.wizard.question import Context
 
 OLMO = {"olmo2": {}}
 """A family whose plan gathers what its attention computes with, and divides its other layers."""
@@ -84,19 +82,6 @@ def refusal_by_plan(file: JobConfig, experts: int, config: Any) -> str:
     return ""
 
 
-def refusal_by_config(file: JobConfig, experts: int, config: Any) -> str:
-    layout = from_yaml.layout_of(file)
-    given = {"num_processes": layout.ranks, "num_machines": 1, "strategy": 4 if layout.replicas > 1 else 1}
-    given |= {"dp_replicate": layout.replicas, "method": "full", "mixed_precision": "bf16", "tp": layout.tensor}
-    context = Context(given, model=model_facts("a", config))
-    try:
-        validation.check_tp(context, layout.tensor)
-        validation.check_ep(context, experts)
-    except UserError as error:
-        return error.what.removeprefix("a: ")
-    return ""
-
-
 def refusal_by_training(file: JobConfig, experts: int, config: Any) -> str:
     try:
         mesh.check_on(replace(from_yaml.layout_of(file), experts=experts), config, "full")
@@ -125,7 +110,6 @@ def check_all(sizes: dict[str, int], experts: int, config: Any, expected: str) -
     assert (expected in refusal, bool(refusal)) == (True, bool(expected))
     assert refusals_by_check(file, experts, config)[:1] == [refusal] * bool(refusal)
     assert refusal_by_plan(file, experts, config) == refusal
-    assert refusal_by_config(file, experts, config) == refusal
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "qwen2_moe", "gpt_oss", "deepseek_v3", "llama"])

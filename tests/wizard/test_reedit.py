@@ -1,7 +1,6 @@
 """`accel-fsdp config --from FILE`: what nobody changed means the same afterwards."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_fsdp import linter, wizard
-from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.errors import UsageError
 
 SHIPPED = ROOT / "tests/linter/shipped"
 SHORT_V1 = V1.replace("mixed_precision: 'no'\n", "")
@@ -209,17 +208,6 @@ def test_an_answer_that_cannot_be_used_is_said(tmp_path: Path, capsys: pytest.Ca
     assert wizard.configure(wizard.WizardOptions(from_file=path, yes=True), LLAMA) == 0
     assert "mixed precision bf17 can't be used. Did you mean bf16?" in " ".join(capsys.readouterr().err.split())
     assert "bf17" not in path.read_text()
-
-
-def test_a_meaning_that_is_lost_needs_force(tmp_path: Path) -> None:
-    """As `migrate` has it; checkpointing went silently."""
-    path = tmp_path / "old.yaml"
-    path.write_text(V2 + "  fsdp_activation_checkpointing: true\n")
-    options = wizard.WizardOptions(from_file=path, yes=True)
-    with pytest.raises(UserError, match="can't keep the meaning of fsdp_activation_checkpointing"):
-        wizard.configure(options, {**LLAMA, "engine": "deepspeed"})
-    assert wizard.configure(replace(options, force=True), {**LLAMA, "engine": "deepspeed"}) == 0
-    assert yaml.safe_load(path.read_text())["distributed_type"] == "DEEPSPEED"
 
 
 def test_a_number_in_quotes_is_a_number(tmp_path: Path) -> None:
