@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 from accel_fsdp import atomic_files, console, disks, untrusted_files
 from accel_fsdp.checkpoints import (
     CheckpointLocation,
@@ -156,9 +158,9 @@ def _zero_layout(
 def _explained_errors(out: Path, folder: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, RuntimeError) as error:  # the latter is torch's, if it can't write or was interrupted
+    except (OSError, RuntimeError, CheckpointException) as error:  # torch's, if it can't write or was interrupted
         for cause in disks.chain(error):
-            if isinstance(cause, (SystemExit, KeyboardInterrupt)):
+            if isinstance(cause, (SystemExit, KeyboardInterrupt, UserError)):
                 raise cause from None
         raise UserError(
             f"cannot write {out}: {disks.full(error, folder) or first_line(error)}",

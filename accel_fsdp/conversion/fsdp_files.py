@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from accel_fsdp.checkpoints import Stored, file_names
@@ -45,8 +44,7 @@ def write(state: TrainingState, folder: Path) -> None:
     """Writes weights and optimizer into `folder`.
 
     Raises:
-        OSError: the disk is full.
-        UserError: a tensor can't be read.
+        CheckpointException: the disk is full, or a tensor can't be read.
     """
     stored: dict[int, Stored] = {}
 
@@ -64,17 +62,7 @@ def write(state: TrainingState, folder: Path) -> None:
         file_names.SHARDED_OPTIMIZER: {"optimizer": {"state": states, GROUPS: groups}},
     }
     for name, content in contents.items():
-        if failure := _saved(content, folder / name, _Planner(stored)):
-            raise failure
-
-
-def _saved(content: dict[str, Any], folder: Path, planner: _Planner) -> BaseException | None:
-    """Saves; returns the error of the one rank, which has no other context then."""
-    writer = FileSystemWriter(folder, per_thread_copy_ahead=0)  # with a GPU, torch reads several tensors ahead
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this is a single process
-        try:
-            dcp.save(content, storage_writer=writer, planner=planner, no_dist=True)  # type: ignore[attr-defined]
-        except CheckpointException as error:
-            return next(iter(error.failures.values()))[0]
-    return None
+        writer = FileSystemWriter(folder / name, per_thread_copy_ahead=0)  # with a GPU, torch reads tensors ahead
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that this is a single process
+            dcp.save(content, storage_writer=writer, planner=_Planner(stored), no_dist=True)  # type: ignore[attr-defined]
