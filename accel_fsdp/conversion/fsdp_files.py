@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from accel_fsdp.checkpoints import Stored, file_names
-from accel_fsdp.conversion.training_state import GROUPS, PARAMS, TrainingState
+from accel_fsdp.conversion.training_state import GROUPS, TrainingState
 
 
 class _Planner(dcp.DefaultSavePlanner):  # type: ignore[misc, name-defined]
@@ -53,13 +53,10 @@ def write(state: TrainingState, folder: Path) -> None:
         stored.update({id(blank[name]): tensor for name, tensor in tensors.items()})
         return dict(blank)
 
-    states: dict[str, dict[str, Any]] = {name: placed(parts) for name, parts in state.moments.items()}
-    for name, numbers in state.numbers.items():
-        states.setdefault(name, {}).update({key: torch.tensor(number) for key, number in numbers.items()})
-    groups = [{**group.settings, PARAMS: group.names} for group in state.groups]
+    states = {name: placed(moments) for name, moments in state.moments.items()}
     contents = {
         file_names.SHARDED_MODEL: {"model": placed(state.weights)},
-        file_names.SHARDED_OPTIMIZER: {"optimizer": {"state": states, GROUPS: groups}},
+        file_names.SHARDED_OPTIMIZER: {"optimizer": {"state": states, GROUPS: state.groups}},
     }
     for name, content in contents.items():
         writer = FileSystemWriter(folder / name, per_thread_copy_ahead=0)  # with a GPU, torch reads tensors ahead

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from accel_fsdp.checkpoints import Stored, deepspeed, file_names
+from accel_fsdp.checkpoints import Stored, deepspeed, file_names, flat
 from accel_fsdp.conversion.training_state import GROUPS, PARAMS, TrainingState, refused
 from accel_fsdp.errors import UserError, require
 from accel_fsdp.exporter import Description
@@ -65,7 +65,8 @@ class ZeroLayout:
         inner, prefix = folder / f"{file_names.GLOBAL_STEP}{self.step}", file_names.BF16 if self.is_bf16 else ""
         inner.mkdir()
         (folder / file_names.LATEST).write_text(inner.name)
-        keys = [WEIGHTS, *next(iter(state.moments.values()), {})]
+        moments = next(iter(state.moments.values()), {})
+        keys = [WEIGHTS, *(key for key, moment in moments.items() if moment.shape)]
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             parts = [
                 _Part(group, names, {key: self._vectors(state, names, key, scratch) for key in keys})
@@ -84,7 +85,7 @@ class ZeroLayout:
         order = {name: number for number, name in enumerate(self.description.memory)}
         for number, group in enumerate(state.filled_groups):
             names, elements = list[str](), 0
-            for name in sorted(group.names, key=lambda name: order[name]):
+            for name in sorted(group[PARAMS], key=lambda name: order[name]):
                 names.append(name)
                 elements += -(-prod(state.weights[name].shape) // self.ranks)
                 if self.stage == 3 and elements >= SUB_GROUP_ELEMENTS:
@@ -107,7 +108,7 @@ class ZeroLayout:
             whole = _mapped(scratch, width * self.ranks)
             places = whole[: sum(counts)].split(counts)
         for tensor, count, place in zip(tensors, counts, places, strict=True):
-            padded = functional.pad(tensor.load().reshape(-1), (0, place.numel() - count))
+            padded = functional.pad(flat(tensor.load()), (0, place.numel() - count))
             place.copy_(padded.view(place.shape))
         end = sum(counts) if self.stage < 3 and key == WEIGHTS else len(whole)  # those weights have no padding
         bounds = [min(rank * width, end) * MASTER.itemsize for rank in range(self.ranks + 1)]
@@ -139,23 +140,23 @@ class ZeroLayout:
         states: dict[int, dict[str, torch.Tensor]] = {}
         for number, part in enumerate(parts):
             states[number] = {key: vectors[rank] for key, vectors in part.vectors.items() if key != WEIGHTS}
-            states[number] |= {key: torch.tensor(n, dtype=MASTER) for key, n in _numbers(state, part).items()}
+            states[number] |= _numbers(state, part.names)
         groups = [
-            {**group.settings, PARAMS: [number for number, part in enumerate(parts) if part.group == index]}
+            {**group, PARAMS: [number for number, part in enumerate(parts) if part.group == index]}
             for index, group in enumerate(state.filled_groups)
         ]
-        flat, own = {"state": states, GROUPS: groups}, [part.vectors[WEIGHTS][rank] for part in parts]
+        inner, own = {"state": states, GROUPS: groups}, [part.vectors[WEIGHTS][rank] for part in parts]
         stored = {
             **{"zero_stage": self.stage, "loss_scaler": _no_scaler(), "dynamic_loss_scale": False, "overflow": False},
             "ds_version": version("deepspeed"),
         }
         if self.stage == 3:
-            stored |= {"partition_count": self.ranks, deepspeed.INNER_3: flat, deepspeed.FLAT_3: own}
+            stored |= {"partition_count": self.ranks, deepspeed.INNER_3: inner, deepspeed.FLAT_3: own}
         else:
             sizes = [sum(prod(state.weights[name].shape) for name in part.names) for part in parts]
             paddings = [self._share(size) - len(vector) for size, vector in zip(sizes, own, strict=True)]
             stored |= {"partition_count": [self.ranks] * len(parts), "group_paddings": paddings}
-            stored |= {deepspeed.INNER_2: flat, deepspeed.FLAT_2: own}
+            stored |= {deepspeed.INNER_2: inner, deepspeed.FLAT_2: own}
         return {deepspeed.STATE: stored}
 
 
@@ -173,7 +174,7 @@ def _check(state: TrainingState, description: Description) -> None:
                 fix="give the model that was trained: --model ID_OR_FOLDER",
             )
         moments = state.moments.get(name, {})
-        if any(moment.shape != shape for moment in moments.values()):
+        if any(moment.shape not in (shape, ()) for moment in moments.values()):
             raise _unfit("an optimizer's state has another shape than its weight")
         if any(tensor.dtype != MASTER for tensor in (state.weights[name], *moments.values())):
             raise _unfit("weights or moments aren't in float32, in which DeepSpeed stores them")
@@ -183,8 +184,9 @@ def _check(state: TrainingState, description: Description) -> None:
         raise _unfit(f"{frozen[0]} is not trained")
 
 
-def _numbers(state: TrainingState, part: _Part) -> dict[str, float]:
-    numbers = [state.numbers.get(name, {}) for name in part.names]
+def _numbers(state: TrainingState, names: list[str]) -> dict[str, torch.Tensor]:
+    """The part of the state that a group's weights share, such as `step`."""
+    numbers = [{k: m.load() for k, m in state.moments.get(name, {}).items() if not m.shape} for name in names]
     if any(other != numbers[0] for other in numbers):
         raise _unfit("the weights of a group were trained for different numbers of steps")
     return numbers[0]
@@ -202,7 +204,7 @@ def _mapped(folder: str, elements: int, dtype: torch.dtype = MASTER) -> torch.Te
 
 
 def _copied(stored: Stored, folder: str) -> torch.Tensor:
-    return _mapped(folder, prod(stored.shape), stored.dtype).view(stored.shape).copy_(stored.load())
+    return _mapped(folder, prod(stored.shape), stored.dtype).copy_(flat(stored.load())).view(stored.shape)
 
 
 def _no_scaler() -> Any:
