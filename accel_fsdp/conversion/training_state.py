@@ -41,6 +41,11 @@ class TrainingState:
         return [group for group in self.groups if group[PARAMS]]
 
     @property
+    def members(self) -> list[list[str]]:
+        """The names of each group that has any; engines sort them."""
+        return [sorted(group[PARAMS]) for group in self.filled_groups]
+
+    @property
     def trained(self) -> set[str]:
         return {name for group in self.groups for name in group[PARAMS]}
 

@@ -120,17 +120,15 @@ class ZeroLayout:
         return -(-elements // (ALIGNED_ELEMENTS * self.ranks)) * ALIGNED_ELEMENTS
 
     def _model(self, state: TrainingState, parts: list[_Part], scratch: str) -> dict[str, Any]:
-        is_whole, trained = self.stage < 3, state.trained
+        trained = state.trained
         ties = {copy: first for first, *copies in self.description.ties for copy in copies}
         shared = {copy: first for copy, first in ties.items() if first in trained}
         weights = {name: state.weights[ties.get(name, name)] for name in (*state.weights, *ties)}
-        buffers = [name for name in weights if name not in trained | shared.keys()]
-        module = {
-            name: _copied(stored, scratch) if is_whole or name in buffers else torch.empty(0)
-            for name, stored in weights.items()
-        }
+        buffers = weights.keys() - trained - shared.keys()
+        stored = weights.keys() if self.stage < 3 else buffers
         return {
-            **{"module": module, "buffer_names": buffers, "shared_params": shared, "lr_scheduler": None},
+            "module": {n: _copied(w, scratch) if n in stored else torch.empty(0) for n, w in weights.items()},
+            **{"buffer_names": sorted(buffers), "shared_params": shared, "lr_scheduler": None},
             "param_shapes": [{name: torch.Size(state.weights[name].shape) for name in part.names} for part in parts],
             **{"skipped_steps": 0, "global_steps": self.step, "global_samples": self.rows},
             **{"dp_world_size": self.ranks, "mp_world_size": 1, "ds_version": version("deepspeed")},
@@ -145,18 +143,18 @@ class ZeroLayout:
             {**group, PARAMS: [number for number, part in enumerate(parts) if part.group == index]}
             for index, group in enumerate(state.filled_groups)
         ]
-        inner, own = {"state": states, GROUPS: groups}, [part.vectors[WEIGHTS][rank] for part in parts]
+        inner, flat = (
+            (deepspeed.INNER_3, deepspeed.FLAT_3) if self.stage == 3 else (deepspeed.INNER_2, deepspeed.FLAT_2)
+        )
+        own = [part.vectors[WEIGHTS][rank] for part in parts]
         stored = {
-            **{"zero_stage": self.stage, "loss_scaler": _no_scaler(), "dynamic_loss_scale": False, "overflow": False},
-            "ds_version": version("deepspeed"),
+            **{"zero_stage": self.stage, "partition_count": self.ranks, "ds_version": version("deepspeed")},
+            **{"loss_scaler": _no_scaler(), "dynamic_loss_scale": False, "overflow": False},
+            **{inner: {"state": states, GROUPS: groups}, flat: own},
         }
-        if self.stage == 3:
-            stored |= {"partition_count": self.ranks, deepspeed.INNER_3: inner, deepspeed.FLAT_3: own}
-        else:
+        if self.stage < 3:
             sizes = [sum(prod(state.weights[name].shape) for name in part.names) for part in parts]
-            paddings = [self._share(size) - len(vector) for size, vector in zip(sizes, own, strict=True)]
-            stored |= {"partition_count": [self.ranks] * len(parts), "group_paddings": paddings}
-            stored |= {deepspeed.INNER_2: inner, deepspeed.FLAT_2: own}
+            stored["group_paddings"] = [self._share(size) - len(v) for size, v in zip(sizes, own, strict=True)]
         return {deepspeed.STATE: stored}
 
 
