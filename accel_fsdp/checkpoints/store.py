@@ -165,7 +165,7 @@ class Store:
         written = self.written(name)
         if not name or not written.complete:
             raise UserError(
-                f"{self.uri}/{name} is no complete checkpoint",
+                f"{self.uri}/{name} is not a complete checkpoint",
                 why="its upload has not ended, or there is none",
                 fix="the URI of a run, as given to train/sft.py --checkpoint_uri, or of a checkpoint-N in it",
             )
