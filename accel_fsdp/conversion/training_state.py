@@ -1,6 +1,5 @@
 """What a checkpoint holds for a resume, whoever wrote it: weights, moments, and the optimizer's groups, by name."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ PARAMS, GROUPS = "params", "param_groups"
 """torch: the names of a group's parameters, and the groups, in the state of an optimizer."""
 STATE = "state."
 """The beginning of the path of each parameter's state."""
-Group = Mapping[str, Any]
+Group = dict[str, Any]
 """A group of the optimizer's parameters: their names under PARAMS, and settings such as `lr` and `weight_decay`."""
 
 

@@ -102,11 +102,11 @@ class ZeroLayout:
             shares = [-(-count // self.ranks) for count in counts]
             width = sum(shares)
             whole = _mapped(scratch, width * self.ranks)
-            places = whole.view(self.ranks, width).split(shares, dim=1)
+            places = torch.split(whole.view(self.ranks, width), shares, dim=1)
         else:
             width = self._share(sum(counts))
             whole = _mapped(scratch, width * self.ranks)
-            places = whole[: sum(counts)].split(counts)
+            places = torch.split(whole[: sum(counts)], counts)
         for tensor, count, place in zip(tensors, counts, places, strict=True):
             padded = functional.pad(flat(tensor.load()), (0, place.numel() - count))
             place.copy_(padded.view(place.shape))

@@ -174,5 +174,5 @@ def _on_first(training: "TrainingArguments", action: Callable[[Store], None], wh
                 console.say(f"{error.what}; {when_down}", style="yellow")
             else:
                 failed = [error]
-    for error in gather_object(failed):
-        raise error
+    for of_first in gather_object(failed):
+        raise of_first
