@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 RUN_LOCK = ".run.lock"
 """The file in a run's folder that its process locks; it stays when the run has ended."""
-ENOUGH_FOR_LINE_ENDS = 1 << 16
-"""Bytes read from the start of a file to detect its line endings."""
 
 
 def write_text(path: Path, text: str) -> None:
@@ -33,13 +31,18 @@ def write_text(path: Path, text: str) -> None:
             path.write_text(text, encoding="utf-8")
             return
         path = path.resolve()
-        mode, newline = _mode_and_newline(path)
+        exists, newline = path.exists(), "\n"
+        if exists:
+            with path.open("r+b") as existing:  # fails where the file is read-only, which a rename would ignore
+                content = existing.read()
+            newline = "\r\n" if 0 < content.count(b"\n") == content.count(b"\r\n") else "\n"
         with new_file(path) as temporary:
             with temporary.open("w", encoding="utf-8", newline=newline) as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-            temporary.chmod(mode)
+            if exists:
+                shutil.copymode(path, temporary)
     except (OSError, RuntimeError) as error:  # a link to itself raises RuntimeError
         raise _cannot_write(path, error) from error
 
@@ -51,7 +54,6 @@ def new_file(path: Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".", dir=path.parent) as folder:
             temporary = Path(folder) / path.name
-            temporary.touch(file_mode())
             yield temporary
             os.replace(temporary, path)
         sync_names(path.parent)
@@ -73,17 +75,6 @@ def _is_stream(path: Path) -> bool:
     """Whether `path` is a character device, such as a terminal or /dev/null, or a pipe: neither can be replaced."""
     mode = _mode(path)
     return stat.S_ISCHR(mode) or stat.S_ISFIFO(mode)
-
-
-def _mode_and_newline(path: Path) -> tuple[int, str]:
-    """Permissions and line ends for a new version of `path`: the existing file's, else the umask's and Unix's."""
-    mode = _mode(path)
-    if not mode:
-        return file_mode(), "\n"
-    with path.open("r+b") as file:  # fails where the file is read-only, which a rename would ignore
-        content = file.read(ENOUGH_FOR_LINE_ENDS)
-    is_windows = 0 < content.count(b"\n") == content.count(b"\r\n")
-    return stat.S_IMODE(mode), "\r\n" if is_windows else "\n"
 
 
 def is_taken(path: Path) -> bool:
@@ -178,8 +169,10 @@ def sync_folder(folder: Path) -> None:
 
     safetensors 0.8.0 writes mode 0600 regardless of the umask, so other users could not serve the export.
     """
+    mask = os.umask(0)
+    os.umask(mask)
     for path in (path for path in folder.rglob("*") if path.is_file()):
-        path.chmod(file_mode())
+        path.chmod(0o666 & ~mask)
         with path.open("rb") as file:
             os.fsync(file.fileno())
 
@@ -192,12 +185,6 @@ def sync_names(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def file_mode() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask
 
 
 def _cannot_write(path: Path, error: Exception) -> UserError:

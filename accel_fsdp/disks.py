@@ -9,9 +9,8 @@ from accel_fsdp import atomic_files
 from accel_fsdp.errors import UserError
 from accel_fsdp.units import MIB, distinguishable, gib_or_mib
 
-SAID = re.compile(r"No space left on device|Not enough disk space|Disk quota exceeded|\(os error (28|122)\)")
+_FULL = re.compile(r"No space left on device|Not enough disk space|Disk quota exceeded|\(os error (28|122)\)")
 """Errors of the system, of libraries in Rust, and of datasets, which checks the space before it writes."""
-FULL_BYTES = MIB
 
 
 def full(error: BaseException, folder: Path) -> str:
@@ -21,7 +20,7 @@ def full(error: BaseException, folder: Path) -> str:
     "position 704 instead of 598".
     """
     free = shutil.disk_usage(atomic_files.existing_part(folder)).free
-    is_full = free < FULL_BYTES or any(SAID.search(str(cause)) for cause in chain(error))
+    is_full = free < MIB or any(_FULL.search(str(cause)) for cause in chain(error))
     return f"the disk is full, {gib_or_mib(free)} are free" if is_full else ""
 
 

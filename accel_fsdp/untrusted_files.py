@@ -52,18 +52,15 @@ def leads_nowhere(link: Path) -> UserError:
 
 def _place(path: Path, within: Path) -> Path:
     root, place = within.resolve(), path.resolve(strict=True)
-    if place.is_relative_to(root) or _in_hub_cache(place, root):
+    # huggingface_hub's links lead from REPO/snapshots/REVISION/ to REPO/blobs/
+    in_hub_cache = root.parent.name == "snapshots" and place.parent == root.parent.parent / "blobs"
+    if place.is_relative_to(root) or in_hub_cache:
         return place
     raise UserError(
         f"{path} is a link to {place}, outside of its folder",
         why="a checkpoint doesn't belong there; nothing was read",
         fix=f"if the link is yours, name {place} itself, or replace the link by it; else don't trust this folder",
     )
-
-
-def _in_hub_cache(place: Path, root: Path) -> bool:
-    """Whether a link from `root` to `place` is huggingface_hub's: from `REPO/snapshots/REVISION/` to `REPO/blobs/`."""
-    return root.parent.name == "snapshots" and place.parent == root.parent.parent / "blobs"
 
 
 def check_folder(folder: Path, within: Path) -> None:
@@ -119,8 +116,6 @@ def read_bytes(path: Path, within: Path | None = None) -> bytes | None:
             return file.read()
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise unreadable(path, error.strerror or str(error)) from error
 
 
 def read_json(path: Path, within: Path | None = None) -> dict[str, Any]:

@@ -116,12 +116,23 @@ def _partitioned(first: dict[str, Any], optimizer: list[SavedFile], stage: int, 
         pairs = [(moments[group].get(key), state[flat][group]) for group in groups]
         if all(isinstance(moment, torch.Tensor) and moment.shape == weight.shape for moment, weight in pairs):
             tensors = placed([(inner, "state", group, key) for group in groups])
-            paths |= {("optimizer", "state", name, key): tensor for name, tensor in tensors.items()}
+        else:  # such as `step`
+            of_groups = zip(first["param_shapes"], pairs, strict=True)
+            tensors = {name: _number(moment) for shapes, (moment, _) in of_groups for name in shapes}
+        paths |= {("optimizer", "state", name, key): tensor for name, tensor in tensors.items()}
     return paths
 
 
-def groups(folder: Path) -> list[tuple[list[str], dict[str, Any], dict[str, Any]]]:
-    """Each of the optimizer's groups: its parameters' names, its settings, and the state that they share (`step`).
+def _number(value: Any) -> Stored:
+    """A number that a group's parameters share, as a tensor without dimensions."""
+    if getattr(value, "shape", ()):
+        raise TypeError("a state of another shape than its weights")
+    number = torch.tensor(float(value))
+    return Stored((), number.dtype, lambda: number)
+
+
+def groups(folder: Path) -> list[dict[str, Any]]:
+    """The optimizer's groups, with the names of their parameters.
 
     Raises:
         UserError: a file is missing or damaged, or the loss is scaled (fp16), which no other engine does alike.
@@ -131,14 +142,10 @@ def groups(folder: Path) -> list[tuple[list[str], dict[str, Any], dict[str, Any]
         state = saved_files.load(min(folder.glob(file_names.ZERO_OPTIMIZERS)))[STATE]
         if state.get("dynamic_loss_scale"):
             raise deepspeed_files.scaled(folder)
-        inner = state[INNER_3] if FLAT_3 in state else state.get(INNER_2, state)
-        described = []
-        for group in inner["param_groups"]:
-            names = [name for number in group["params"] for name in shapes[number]]
-            states = [inner.get("state", {}).get(number, {}) for number in group["params"]]
-            shared = {key: value for key, value in next(iter(states), {}).items() if not getattr(value, "shape", ())}
-            described.append((names, {key: value for key, value in group.items() if key != "params"}, shared))
-        return described
+        stored = (state[INNER_3] if FLAT_3 in state else state.get(INNER_2, state))["param_groups"]
+        return [
+            {**group, "params": [name for number in group["params"] for name in shapes[number]]} for group in stored
+        ]
     except ERRORS as error:
         raise _not_laid_out(folder, error) from error
 

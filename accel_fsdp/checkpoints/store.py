@@ -71,16 +71,12 @@ class Store:
 
     @contextlib.contextmanager
     def reached(self) -> Iterator[None]:
-        """Raises `Unreached` for any error of the store in the block, and a UserError if the disk here is full."""
+        """Raises `Unreached` for any error of the store in the block."""
         try:
             yield
         except UserError:
             raise
         except Exception as error:  # each store has its own library, with its own classes
-            if disks.SAID.search(str(error)):
-                raise UserError(
-                    f"cannot fetch a checkpoint: {reason(error)}", why="no room", fix="free space"
-                ) from error
             raise Unreached(
                 f"{self.uri}: {reason(error)}",
                 why="the checkpoints there can't be read or written",
@@ -136,11 +132,6 @@ class Store:
         """Uploads a file of one of the run's folders."""
         self.files.put_file(str(folder / name), f"{self.root}/{folder.name}/{name}")
 
-    def describe(self, run: Path) -> None:
-        """Uploads the description of a run's model, which an export needs."""
-        for name in marker.sizes_of(run / file_names.DESCRIBED):
-            self.put(run / file_names.DESCRIBED, name)
-
     def seal(self, checkpoint: Path, machine: int = 0, machines: int = 1) -> None:
         """Marks a checkpoint as complete, once each machine has called this after it has uploaded its files.
 
@@ -168,9 +159,16 @@ class Store:
         """Fetches the `needed` files of a checkpoint, and the model's description, into a run's folder.
 
         Raises:
-            UserError: the disk is too small for it, or its bytes have changed. Nothing is left of it then.
+            UserError: it isn't complete, the disk is too small for it, or its bytes have changed. Nothing is left of it
+            then.
         """
         written = self.written(name)
+        if not name or not written.complete:
+            raise UserError(
+                f"{self.uri}/{name} is not a complete checkpoint",
+                why="its upload has not ended, or there is none",
+                fix="the URI of a run, as given to train/sft.py --checkpoint_uri, or of a checkpoint-N in it",
+            )
         files = [file for file in written.sizes if needed(file)]
         size_bytes = sum(written.sizes[file] for file in files)
         disks.check_room(run, size_bytes, f"{name} takes", "it can't be fetched", "free some space, or another folder")
@@ -205,16 +203,9 @@ def fetched(place: Path, beside: Path, needed: Callable[[str], bool]) -> Iterato
         return
     run, _, name = uri.rpartition("/")
     store = Store(run if file_names.step(name) >= 0 else uri)
-    folder = atomic_files.existing_part(beside.absolute().parent)
-    with tempfile.TemporaryDirectory(prefix=".fetched-", dir=folder) as temporary:
+    with tempfile.TemporaryDirectory(prefix=".fetched-", dir=atomic_files.existing_part(beside.parent)) as folder:
         with store.reached():
             name = name if store.uri == run else store.newest()
-            if not name or not store.written(name).complete:
-                raise UserError(
-                    f"{uri} is no complete checkpoint",
-                    why="its upload has not ended, or there is none",
-                    fix="the URI of a run, as given to train/sft.py --checkpoint_uri, or of a checkpoint-N in it",
-                )
-            store.get(name, Path(temporary), needed)
+            store.get(name, Path(folder), needed)
         console.say(f"fetched: {store.uri}/{name}", style="cyan")
-        yield Path(temporary, name)
+        yield Path(folder, name)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 from accel_fsdp import atomic_files, console, disks, untrusted_files
 from accel_fsdp.checkpoints import (
     CheckpointLocation,
@@ -95,19 +97,15 @@ def convert(command: ConvertCommand) -> int:
 
 
 def _check_flags(command: ConvertCommand) -> None:
-    out = command.out
     if command.ranks is not None and command.ranks < 1:
         raise UsageError(f"--ranks {command.ranks}", why="there is at least one rank", fix="--ranks 2")
     ignored = [name for name in ("ranks", "model", "mixed_precision") if getattr(command, name) not in (None, "src")]
     if ignored and not command.stage:
-        raise UsageError(
-            f"--{ignored[0].replace('_', '-')} with --to {command.to}",
-            why="those files serve any number of ranks and any precision",
-            fix="leave it out",
-        )
+        what = f"--{ignored[0].replace('_', '-')} with --to {command.to}"
+        raise UsageError(what, why="those files serve any number of ranks and any precision", fix="leave it out")
     refusals.require_local("SRC", command.src, "a conversion reads local disks only", "copy it here first")
-    if out.exists():
-        raise UserError(f"{out} exists", why="it may be another checkpoint", fix="another OUT")
+    if command.out.exists():
+        raise UserError(f"{command.out} exists", why="it may be another checkpoint", fix="another OUT")
 
 
 def _check(checkpoint: CheckpointLocation) -> None:
@@ -131,7 +129,7 @@ def _zero_layout(
     command: ConvertCommand, checkpoint: CheckpointLocation, state: TrainingState, origin: Origin
 ) -> zero_files.ZeroLayout:
     """How DeepSpeed will store it: on the ranks and in the precision of the flags, of SRC's files, or of its marker."""
-    files = list(checkpoint.weights.glob(file_names.ZERO_OPTIMIZERS)) if checkpoint.kind == "ZeRO" else []
+    files = list(checkpoint.weights.glob(file_names.ZERO_OPTIMIZERS))
     precision: str | None = command.mixed_precision
     if precision == "src" and files:
         precision = "bf16" if files[0].name.startswith(file_names.BF16) else "no"
@@ -156,9 +154,9 @@ def _zero_layout(
 def _explained_errors(out: Path, folder: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, RuntimeError) as error:  # the latter is torch's, if it can't write or was interrupted
+    except (OSError, RuntimeError, CheckpointException) as error:  # torch's, if it can't write or was interrupted
         for cause in disks.chain(error):
-            if isinstance(cause, (SystemExit, KeyboardInterrupt)):
+            if isinstance(cause, (SystemExit, KeyboardInterrupt, UserError)):
                 raise cause from None
         raise UserError(
             f"cannot write {out}: {disks.full(error, folder) or first_line(error)}",
@@ -175,18 +173,15 @@ def _copy_others(checkpoint: Path, folder: Path) -> None:
 
 
 def _compare(checkpoint: Path, state: TrainingState, folder: Path) -> None:
-    """Reads OUT as any checkpoint, and refuses a tensor, a number or a group that differs from SRC's."""
+    """Reads OUT as any checkpoint, and refuses a tensor or a group that differs from SRC's."""
     location = discover.look(folder)
     assert location is not None  # it was written just now
-    written, tensors = training_state.read(location), state.tensors
-    differing = [
-        name
-        for name in tensors.keys() | written.tensors.keys()
-        if name not in tensors or name not in written.tensors or not same_bytes(tensors[name], written.tensors[name])
-    ]
-    members = [[sorted(group.names) for group in each.filled_groups] for each in (state, written)]  # engines sort them
-    if state.numbers != written.numbers or members[0] != members[1]:
-        differing.append("the optimizer's groups or steps")
+    written = training_state.read(location)
+    before, after = state.tensors, written.tensors
+    differing = sorted(before.keys() ^ after.keys())
+    differing += [name for name in before.keys() & after if not same_bytes(before[name], after[name])]
+    if state.members != written.members:
+        differing.append("the optimizer's groups")
     if differing:
         raise UserError(
             f"the converted checkpoint differs from {checkpoint}: {differing[0]}",

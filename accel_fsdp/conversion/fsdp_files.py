@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from accel_fsdp.checkpoints import Stored, file_names
-from accel_fsdp.conversion.training_state import GROUPS, PARAMS, TrainingState
+from accel_fsdp.conversion.training_state import GROUPS, TrainingState
 
 
 class _Planner(dcp.DefaultSavePlanner):  # type: ignore[misc, name-defined]
@@ -45,8 +44,7 @@ def write(state: TrainingState, folder: Path) -> None:
     """Writes weights and optimizer into `folder`.
 
     Raises:
-        OSError: the disk is full.
-        UserError: a tensor can't be read.
+        CheckpointException: the disk is full, or a tensor can't be read.
     """
     stored: dict[int, Stored] = {}
 
@@ -55,26 +53,13 @@ def write(state: TrainingState, folder: Path) -> None:
         stored.update({id(blank[name]): tensor for name, tensor in tensors.items()})
         return dict(blank)
 
-    states: dict[str, dict[str, Any]] = {name: placed(parts) for name, parts in state.moments.items()}
-    for name, numbers in state.numbers.items():
-        states.setdefault(name, {}).update({key: torch.tensor(number) for key, number in numbers.items()})
-    groups = [{**group.settings, PARAMS: group.names} for group in state.groups]
+    states = {name: placed(moments) for name, moments in state.moments.items()}
     contents = {
         file_names.SHARDED_MODEL: {"model": placed(state.weights)},
-        file_names.SHARDED_OPTIMIZER: {"optimizer": {"state": states, GROUPS: groups}},
+        file_names.SHARDED_OPTIMIZER: {"optimizer": {"state": states, GROUPS: state.groups}},
     }
     for name, content in contents.items():
-        if failure := _saved(content, folder / name, _Planner(stored)):
-            raise failure
-
-
-def _saved(content: dict[str, Any], folder: Path, planner: _Planner) -> BaseException | None:
-    """Saves; returns the error of the one rank, which has no other context then."""
-    writer = FileSystemWriter(folder, per_thread_copy_ahead=0)  # with a GPU, torch reads several tensors ahead
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this is a single process
-        try:
-            dcp.save(content, storage_writer=writer, planner=planner, no_dist=True)  # type: ignore[attr-defined]
-        except CheckpointException as error:
-            return next(iter(error.failures.values()))[0]
-    return None
+        writer = FileSystemWriter(folder / name, per_thread_copy_ahead=0)  # with a GPU, torch reads tensors ahead
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that this is a single process
+            dcp.save(content, storage_writer=writer, planner=_Planner(stored), no_dist=True)  # type: ignore[attr-defined]

@@ -1,10 +1,7 @@
 """What a checkpoint holds for a resume, whoever wrote it: weights, moments, and the optimizer's groups, by name."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from accel_fsdp.checkpoints import (
     CheckpointLocation,
@@ -20,36 +17,36 @@ from accel_fsdp.errors import UserError
 
 PARAMS, GROUPS = "params", "param_groups"
 """torch: the names of a group's parameters, and the groups, in the state of an optimizer."""
-
-
-@dataclass(frozen=True)
-class Group:
-    """A group of the optimizer's parameters: their names, and settings such as `lr` and `weight_decay`."""
-
-    names: list[str]
-    settings: Mapping[str, Any]
+STATE = "state."
+"""The beginning of the path of each parameter's state."""
+Group = dict[str, Any]
+"""A group of the optimizer's parameters: their names under PARAMS, and settings such as `lr` and `weight_decay`."""
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Nothing is read of the tensors yet. `moments` has tensors of a weight's shape, by name and key (`exp_avg`).
+    """Nothing is read of the tensors yet. `moments` has those of each parameter, by name and key (`exp_avg`, `step`).
 
-    `numbers` has the rest of each parameter's state, such as `step`.
+    A moment has the shape of its weight, or no dimension.
     """
 
     weights: dict[str, Stored]
     moments: dict[str, dict[str, Stored]]
-    numbers: dict[str, dict[str, float]]
     groups: list[Group]
 
     @property
     def filled_groups(self) -> list[Group]:
         """The groups that have parameters: DeepSpeed removes others."""
-        return [group for group in self.groups if group.names]
+        return [group for group in self.groups if group[PARAMS]]
+
+    @property
+    def members(self) -> list[list[str]]:
+        """The names of each group that has any; engines sort them."""
+        return [sorted(group[PARAMS]) for group in self.filled_groups]
 
     @property
     def trained(self) -> set[str]:
-        return {name for group in self.groups for name in group.names}
+        return {name for group in self.groups for name in group[PARAMS]}
 
     @property
     def tensors(self) -> dict[str, Stored]:
@@ -74,11 +71,13 @@ def read(checkpoint: CheckpointLocation) -> TrainingState:
         raise refused(f"{checkpoint.folder} holds {len(models)} models", "a conversion is of one and its optimizer")
     if content.adapter:
         raise refused(f"{checkpoint.folder} is of an adapter", "only checkpoints of full training are converted")
-    groups, numbers, paths = _groups(checkpoint)
-    lost = [path for path in paths if path.startswith("state.") and path not in content.optimizer]
-    lost += [path for path in content.optimizer if path.startswith(f"{GROUPS}.")]
-    if lost:
-        raise _unknown(lost[0])
+    groups, paths = _groups(checkpoint)
+    lost = [path for path in paths if path.startswith(STATE) and path not in content.optimizer]
+    if lost := [*lost, *(path for path in content.optimizer if not path.startswith(STATE))]:
+        raise refused(
+            f"the optimizer's {lost[0]} is of an unexpected kind",
+            "its state must be tensors, and its settings plain numbers, as those of torch's optimizers",
+        )
     if not groups:
         raise refused(
             f"{checkpoint.folder} holds no optimizer whose state names the parameters",
@@ -86,12 +85,9 @@ def read(checkpoint: CheckpointLocation) -> TrainingState:
         )
     moments: dict[str, dict[str, Stored]] = {}
     for path, stored in content.optimizer.items():
-        name, _, key = path.removeprefix("state.").rpartition(".")
-        if path.startswith("state.") and stored.shape:
-            moments.setdefault(name, {})[key] = stored
-        elif path.startswith("state."):
-            numbers.setdefault(name, {})[key] = _number(key, stored.load())
-    return TrainingState(content.tensors, moments, numbers, groups)
+        name, _, key = path.removeprefix(STATE).rpartition(".")
+        moments.setdefault(name, {})[key] = stored
+    return TrainingState(content.tensors, moments, groups)
 
 
 def refused(what: str, why: str) -> UserError:
@@ -100,21 +96,10 @@ def refused(what: str, why: str) -> UserError:
     return UserError(what, why=why, fix=fix)
 
 
-def _unknown(path: str) -> UserError:
-    what = f"the optimizer's {path} is of an unexpected kind"
-    return refused(what, "its state must be tensors, and its settings plain numbers, as those of torch's optimizers")
-
-
-def _groups(checkpoint: CheckpointLocation) -> tuple[list[Group], dict[str, dict[str, float]], list[str]]:
-    """The optimizer's groups, the numbers that DeepSpeed stores for each group at once, and the names of all states."""
+def _groups(checkpoint: CheckpointLocation) -> tuple[list[Group], list[str]]:
+    """The optimizer's groups whose parameters have names, and the paths of its state, tensors or not."""
     if checkpoint.kind == "ZeRO":
-        numbers: dict[str, dict[str, float]] = {}
-        groups = []
-        for names, settings, state in deepspeed.groups(checkpoint.weights):
-            groups.append(Group(names, settings))
-            of_group = {key: _number(key, value) for key, value in state.items()}
-            numbers |= {name: dict(of_group) for name in names if of_group}
-        return groups, numbers, []
+        return deepspeed.groups(checkpoint.weights), []
     if checkpoint.optimizer is not None:
         listed = dcp.listed(checkpoint.optimizer, lambda path: GROUPS in path)
         by_number: dict[int, dict[str, Any]] = {}
@@ -126,18 +111,7 @@ def _groups(checkpoint: CheckpointLocation) -> tuple[list[Group], dict[str, dict
     else:
         file = checkpoint.folder / file_names.FULL_OPTIMIZER
         content = saved_files.load(file) if file.is_file() else {}
-        stored, states = content.get(GROUPS, []), content.get("state", {})
-        paths = [f"state.{name}.{key}" for name, state in states.items() for key in state]
-    groups = [
-        Group(list(group[PARAMS]), {key: value for key, value in group.items() if key != PARAMS})
-        for group in stored
-        if isinstance(group.get(PARAMS), list)
-    ]
-    return [group for group in groups if all(isinstance(name, str) for name in group.names)], {}, paths
-
-
-def _number(key: str, value: Any) -> float:
-    """A number that may be stored as a tensor without dimensions."""
-    if not isinstance(value, (int, float, torch.Tensor)):
-        raise _unknown(key)
-    return float(value)
+        stored = content.get(GROUPS, [])
+        paths = [f"{STATE}{name}.{key}" for name, state in content.get("state", {}).items() for key in state]
+    groups = [group for group in stored if isinstance(group.get(PARAMS), list)]
+    return [group for group in groups if all(isinstance(name, str) for name in group[PARAMS])], paths

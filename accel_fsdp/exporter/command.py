@@ -153,7 +153,7 @@ def _export(options: ExportCommand, out: Path, checkpoint: CheckpointLocation) -
     if is_adapter:
         dtype, unknown = options.dtype, ""
         if options.verify == "load" and options.format != "pth":
-            merge_lora.check_saved(weights.adapter, transformers_probe.adapted(companions.settings, companions.folder))
+            merge_lora.check_saved(weights.adapter, merge_lora.adapted(companions.settings, companions.folder))
         outputs = contents.named(weights.adapter, _torch_dtype(dtype))
     else:
         planner = Planner(weights, companions, _torch_dtype(dtype))

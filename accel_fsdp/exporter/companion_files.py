@@ -10,7 +10,7 @@ from typing import Any
 from accel_fsdp import atomic_files, models, untrusted_files
 from accel_fsdp.checkpoints import CheckpointLocation, file_names
 from accel_fsdp.errors import UserError
-from accel_fsdp.exporter import transformers_probe
+from accel_fsdp.exporter import hub
 
 COPIED = (
     *("generation_config.json", "*processor_config.json", "audio_tokenizer_config.json"),
@@ -159,7 +159,7 @@ def find(checkpoint: CheckpointLocation, model: str | None, with_weights: bool =
     name = model or base
     if name is not None and (model or with_weights or not described or Path(name).is_dir()):
         asked_revision = revision if name == base else None
-        folder = Path(name) if Path(name).is_dir() else transformers_probe.fetch(name, with_weights, asked_revision)
+        folder = Path(name) if Path(name).is_dir() else hub.fetch(name, with_weights, asked_revision)
         if not (folder / file_names.CONFIG).is_file():
             raise _no_config(folder)
         return CompanionFiles(folder, near, adapter, run=None if folder == run else run)

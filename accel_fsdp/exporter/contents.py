@@ -9,7 +9,7 @@ import torch
 
 from accel_fsdp.checkpoints import TIED, Stored, Weights, safetensors_files, same_bytes
 from accel_fsdp.errors import UserError
-from accel_fsdp.exporter import exported_folder, merge_lora, transformers_probe
+from accel_fsdp.exporter import exported_folder, merge_lora
 from accel_fsdp.exporter.companion_files import CompanionFiles
 from accel_fsdp.exporter.transformers_probe import FIX_CONFIG, Description
 from accel_fsdp.exporter.writer import Output
@@ -58,7 +58,7 @@ class Planner:
         """The plan for the base with the adapter merged into it; in the dtype of the base if none is asked for."""
         adapter, is_whole = self.weights.adapter, bool(self.weights.tensors)
         merge_lora.check_settings(self.companions.settings, trained_base=is_whole)
-        model = transformers_probe.adapted(self.companions.settings, self.companions.folder)
+        model = merge_lora.adapted(self.companions.settings, self.companions.folder)
         merge_lora.check_saved(adapter, model)
         if not is_whole and (method := self._quantised()):
             raise self._is_quantised(method)

@@ -1,12 +1,16 @@
-"""Uploads an export to the Hugging Face hub; after an interruption, the next try keeps the files already uploaded."""
+"""The Hugging Face hub: models are fetched for an export, and exports are uploaded.
+
+After an interruption of an upload, the next try keeps the files already uploaded.
+"""
 
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
 from accel_fsdp import untrusted_files
+from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import UsageError, UserError
-from accel_fsdp.models import first_line
+from accel_fsdp.models import catalogue, first_line
 
 HIDDEN = [".*", "*/.*"]
 """Files that are not exported."""
@@ -74,3 +78,22 @@ def push(folder: Path, repository: str, private: bool) -> str:
         url = HfApi().create_repo(repository, private=private, exist_ok=True)
         HfApi().upload_folder(repo_id=url.repo_id, folder_path=folder, ignore_patterns=HIDDEN, commit_message="Model")
     return str(url)
+
+
+def fetch(model: str, with_weights: bool, revision: str | None = None) -> Path:
+    """The folder of a hub model in the cache: config and tokenizer, and the weights where they are needed.
+
+    `revision`: the branch, tag or commit that was trained on, None for the hub's own default.
+    """
+    from huggingface_hub import snapshot_download
+
+    needs = "the adapter is merged into it" if with_weights else "the export needs its config and tokenizer"
+    with _explained(
+        f"cannot get {model} at revision {revision}" if revision else f"cannot get {model}",
+        why=f"it is the model that --model names, else adapter_config.json or the run's run.json; {needs}",
+        fix=f"say where it is now: --model FOLDER.{catalogue.did_you_mean(model)}",
+    ):
+        if ".." in (revision or ""):  # it becomes part of a path in the cache
+            raise ValueError("there is no branch, tag or commit of that name")
+        patterns = [*file_names.PAPERS, *([file_names.ALL_SAFETENSORS] if with_weights else [])]
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))

@@ -6,6 +6,7 @@ merges them itself, whatever its kind: Linear, Conv1D, embeddings, DoRA, rows of
 
 import copy
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from accel_fsdp.checkpoints import LORA, TOKENS, Stored, file_names, plain, short_name, tensor_names
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import transformers_probe
+from accel_fsdp.models import first_line, remote_code
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -30,6 +32,44 @@ KNOWN = frozenset(
 """The settings of LoRA that are merged here, or that don't change a merge. Any other enabled setting is refused."""
 HARMLESS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 """Initialisations that leave the base as it was."""
+
+ELSEWHERE = frozenset(
+    {
+        *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "monteclora_config"),
+        *("megatron_config", "megatron_core", "runtime_config", "auto_mapping", "base_model_name_or_path", "revision"),
+    }
+)
+"""Settings of an adapter's first weights, and of where its code and its base are."""
+
+
+def adapted(settings: Mapping[str, Any], base: Path) -> "PeftModel":
+    """The model of `base` with an adapter of these settings, on the meta device."""
+    from peft import PeftConfig, get_peft_model
+
+    if settings.get("megatron_config"):
+        raise remote_code.NeedsCode(
+            f"the settings of the adapter name a module of Python, megatron_core: {settings.get('megatron_core')}",
+            why="PEFT would import it, and no command runs code that comes with a model",
+            fix="export the adapter with the Megatron that trained it",
+        )
+    model = transformers_probe.build(base)
+    try:
+        config = PeftConfig.from_peft_type(**{key: value for key, value in settings.items() if key not in ELSEWHERE})
+        with torch.device("meta"):
+            wrapped = get_peft_model(model, config)
+    except Exception as error:  # PEFT raises many kinds of errors for settings that were edited by hand
+        raise UserError(
+            f"PEFT can't build the adapter: {first_line(error)}",
+            why="the tensors that the file must hold are unknown",
+            fix=transformers_probe.FIX_CONFIG,
+        ) from error
+    if getattr(config, "target_parameters", None) and not settings.get("target_parameters"):
+        raise UserError(
+            "the adapter holds matrices of single experts, which transformers 5 holds in one tensor",
+            why="PEFT converts such an adapter when it loads it, and the export doesn't",
+            fix="load it with PEFT, and merge_and_unload() or save_pretrained it",
+        )
+    return wrapped
 
 
 def merged(
@@ -88,15 +128,18 @@ def _merged_weight(layer: Any, target: str, base: Stored, own: Mapping[str, Stor
 
 def check_saved(adapter: Mapping[str, Stored], model: "PeftModel") -> None:
     """Refuses an adapter that lacks tensors that PEFT creates for its settings, or holds others."""
-    needed, possible = transformers_probe.adapter_shapes(model)
+    from peft import get_peft_model_state_dict
+
+    # PEFT saves embeddings that were adapted
+    needed, possible = (get_peft_model_state_dict(model, save_embedding_layers=also) for also in (False, True))
     if lacks := tensor_names.lacking(adapter, needed):
         raise _contradiction(f"lacks {lacks}, which {file_names.ADAPTER_CONFIG} asks for")
     for name, tensor in adapter.items():
         if name not in possible:
             what = f"LoRA matrices of {tensor_names.module_of(name)}" if LORA.search(name) else plain(name)
             raise _contradiction(f"holds {what}, and {file_names.ADAPTER_CONFIG} chooses other modules")
-        if tensor.shape != possible[name]:
-            raise _mismatch(f"{name} is {list(tensor.shape)}, its settings and its base say {list(possible[name])}")
+        if tensor.shape != (shape := tuple(possible[name].shape)):
+            raise _mismatch(f"{name} is {list(tensor.shape)}, its settings and its base say {list(shape)}")
 
 
 def check_ties(adapter: Mapping[str, Stored], ties: Iterable[tuple[str, ...]]) -> None:

@@ -1,15 +1,13 @@
-"""Asks transformers and PEFT about a model's files."""
+"""Asks transformers about a model's files."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import UserError, require
 from accel_fsdp.models import (
-    catalogue,
     first_line,
     kept_in_float32,
     model_class,
@@ -22,17 +20,9 @@ from accel_fsdp.models import (
 
 if TYPE_CHECKING:
     import torch
-    from peft import PeftModel
     from torch import nn
 
 SHOWN = 3
-ELSEWHERE = frozenset(
-    {
-        *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "monteclora_config"),
-        *("megatron_config", "megatron_core", "runtime_config", "auto_mapping", "base_model_name_or_path", "revision"),
-    }
-)
-"""Settings of an adapter's first weights, and of where its code and its base are."""
 FIX_CONFIG = "give the trained model: --model ID_OR_FOLDER"
 Shapes = dict[str, tuple[int, ...]]
 
@@ -97,47 +87,6 @@ def describe(folder: Path, dtype: "torch.dtype | None" = None) -> Description:
     return Description(model, held, saved, ties)
 
 
-def adapted(settings: Mapping[str, Any], base: Path) -> "PeftModel":
-    """The model of `base` with an adapter of these settings, on the meta device."""
-    import torch
-    from peft import PeftConfig, get_peft_model
-
-    if settings.get("megatron_config"):
-        raise remote_code.NeedsCode(
-            f"the settings of the adapter name a module of Python, megatron_core: {settings.get('megatron_core')}",
-            why="PEFT would import it, and no command runs code that comes with a model",
-            fix="export the adapter with the Megatron that trained it",
-        )
-    model = build(base)
-    try:
-        config = PeftConfig.from_peft_type(**{key: value for key, value in settings.items() if key not in ELSEWHERE})
-        asked = getattr(config, "target_parameters", None)
-        with torch.device("meta"):
-            wrapped = get_peft_model(model, config)
-        if asked or not getattr(config, "target_parameters", None):
-            return wrapped
-    except Exception as error:  # PEFT raises many kinds of errors for settings that were edited by hand
-        raise UserError(
-            f"PEFT can't build the adapter: {first_line(error)}",
-            why="the tensors that the file must hold are unknown",
-            fix=FIX_CONFIG,
-        ) from error
-    raise UserError(
-        "the adapter holds matrices of single experts, which transformers 5 holds in one tensor",
-        why="PEFT converts such an adapter when it loads it, and the export doesn't",
-        fix="load it with PEFT, and merge_and_unload() or save_pretrained it",
-    )
-
-
-def adapter_shapes(model: "PeftModel") -> tuple[Shapes, Shapes]:
-    """The tensors that an adapter's file must hold, and those that it may: PEFT saves embeddings that were adapted."""
-    from peft import get_peft_model_state_dict
-
-    states = [get_peft_model_state_dict(model, save_embedding_layers=embeddings) for embeddings in (False, True)]
-    needed, possible = ({name: tuple(tensor.shape) for name, tensor in state.items()} for state in states)
-    return needed, possible
-
-
 def loads(folder: Path) -> None:
     """Loads an export as users will, but on the meta device: every name and shape has to fit."""
     try:
@@ -163,25 +112,3 @@ def _refusal(folder: Path, what: str) -> UserError:
         why="loading the export would fail or give random weights",
         fix=FIX_CONFIG if being_written else "export it again: accel-fsdp export SRC OUT --force",
     )
-
-
-def fetch(model: str, with_weights: bool, revision: str | None = None) -> Path:
-    """The folder of a hub model in the cache: config and tokenizer, and the weights where they are needed.
-
-    `revision`: the branch, tag or commit that was trained on, None for the hub's own default.
-    """
-    from huggingface_hub import snapshot_download
-
-    patterns = [*file_names.PAPERS, *([file_names.ALL_SAFETENSORS] if with_weights else [])]
-    try:
-        if ".." in (revision or ""):  # it becomes part of a path in the cache
-            raise ValueError("there is no branch, tag or commit of that name")
-        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
-    except (OSError, ValueError) as error:
-        source = f"{model} at revision {revision}" if revision else model
-        raise UserError(
-            f"cannot get {source}: {first_line(error)}{catalogue.did_you_mean(model)}",
-            why="it is the model that --model names, else adapter_config.json or the run's run.json; "
-            + ("the adapter is merged into it" if with_weights else "the export needs its config and tokenizer"),
-            fix="say where it is now: --model FOLDER",
-        ) from error

@@ -38,7 +38,7 @@ class CheckpointWriter(TrainerCallback):  # type: ignore[misc]
         self.background = background_saves.requested(trainer)
         self.uploads: Uploads | None = None
         if trainer.args.checkpoint_uri:
-            self.uploads = Uploads(trainer.args, self.keep)
+            self.uploads = Uploads(trainer, self.keep)
 
     def origin(self) -> Origin:
         """The run's properties that are stored in its checkpoints."""
@@ -114,7 +114,7 @@ class CheckpointWriter(TrainerCallback):  # type: ignore[misc]
         hashes = self._hashes(folder, group)
         self.on_writing_ranks(lambda: self._seal(folder, hashes), group)
         if self.uploads is not None:
-            self.uploads.offer(folder, self.trainer.state.best_model_checkpoint)
+            self.uploads.offer(folder)
 
     def log(self, line: str) -> None:
         """Prints a line, on the first rank."""
@@ -222,9 +222,9 @@ class CheckpointWriter(TrainerCallback):  # type: ignore[misc]
     def _seal(self, folder: Path, hashes: dict[str, str] | None) -> None:
         with self._abandon_on_errors(folder):
             completeness.seal(folder, self.origin(), hashes)
-        uploading = self.uploads.current if self.uploads is not None else ""
+        uploading = self.uploads.current if self.uploads is not None else None
         best = self.trainer.state.best_model_checkpoint
-        completeness.retire(folder.parent, self.keep, best, uploading)
+        completeness.retire(folder.parent, self.keep, best, uploading.name if uploading else "")
 
 
 def lost_a_rank(error: BaseException) -> bool:

@@ -27,86 +27,84 @@ class Uploads:
 
     Each thread uploads the files that its machine's ranks wrote, and the first machine's the marker, once all are
     there. A store that is down delays this, and never training. The threads are daemons: a rank that fails ends without
-    them, and the next run uploads what is missing.
+    them, and the next run uploads what is missing. `current` is the checkpoint that is being uploaded.
     """
 
-    def __init__(self, training: Any, keep: int | None) -> None:
-        launch, first = LaunchEnvironment.now(), training.process_index
-        self.store, self.output, self.keep = Store(training.checkpoint_uri), Path(training.output_dir), keep
-        self.machine, self.machines = launch.machine_rank, launch.machines
-        self.timeout_seconds = training.upload_timeout
-        self._ranks, self._of = range(first, first + launch.local_world_size), training.world_size
-        self._is_leader, self._is_new = training.local_process_index == 0, False
-        self.current = self._newest = self._stored = self._best = self._trouble = ""
-        self._content, self._began, self._uploaded = None, 0.0, set()  # type: bytes | None, float, set[str]
-        self._thread, self._is_over = threading.Thread(), False
-        if training.save_on_each_node:
+    def __init__(self, trainer: Any, keep: int | None) -> None:
+        if trainer.args.save_on_each_node:
             raise UserError(
                 "--checkpoint_uri with --save_on_each_node",
                 why="only checkpoints in a folder of all ranks are uploaded",
                 fix="leave out --checkpoint_uri",
             )
+        self.trainer, self.args, self.keep, self.launch = trainer, trainer.args, keep, LaunchEnvironment.now()
+        self.store, self.output = Store(self.args.checkpoint_uri), Path(self.args.output_dir)
+        self.current = self._newest = self._put = self._stored = None  # type: Path | None
+        self._is_new, self._is_over, self._trouble = False, True, "still being uploaded"
 
     def begin(self) -> None:
         """Begins, with the newest complete checkpoint here if the store lacks it."""
         newest = completeness.choose(self.output).newest
-        self._is_new, self._is_over = newest is None, False
+        self._is_new = newest is None
         if newest is not None:
-            self.offer(newest, None)
-        if self._is_leader and not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._work, daemon=True)
-            self._thread.start()
+            self.offer(newest)
+        if self.args.local_process_index == 0 and self._is_over:
+            self._is_over = False
+            threading.Thread(target=self._work, daemon=True).start()
 
-    def offer(self, checkpoint: Path, best: str | None) -> None:
+    def offer(self, checkpoint: Path) -> None:
         """Uploads a checkpoint, unless a newer one comes before its turn."""
-        if self._is_leader:
-            self._newest, self._best, self._stored = checkpoint.name, best or "", ""
+        if self.args.local_process_index == 0:
+            self._newest = Path(checkpoint)  # a new object, also for a step that is saved again
 
     def finish(self) -> str:
         """Waits until the newest checkpoint is in the store, but not for ever; returns what is left of it and why."""
-        if self._newest != self._stored and self.machine == 0:
-            console.say(f"waiting for uploads, {self.timeout_seconds:g} s at most", style="cyan")
-        is_done = comes_true(lambda: self._newest == self._stored, self.timeout_seconds)
+        is_first = self.launch.machine_rank == 0
+        if self._newest is not self._stored and is_first:
+            console.say(f"waiting for uploads, {self.args.upload_timeout:g} s at most", style="cyan")
+        is_done = comes_true(lambda: self._newest is self._stored, self.args.upload_timeout)
         self._is_over = True
-        if not is_done:
-            return f"{self._newest}: {self._trouble or 'still being uploaded'}"
-        if self._newest and self.machine == 0:
-            completeness.retire(self.output, self.keep, self._best)  # what had to stay until it was there
+        if self._newest is not None and not is_done:
+            return f"{self._newest.name}: {self._trouble}"
+        if self._newest is not None and is_first:  # what had to stay until it was there
+            completeness.retire(self.output, self.keep, self.trainer.state.best_model_checkpoint)
         return ""
 
     def _work(self) -> None:
         while not self._is_over:
-            self.current = self._newest if self._newest != self._stored else ""
-            try:
-                if self.current:
-                    self._upload(self.output / self.current)
-            except Exception as error:  # each store has its own library, with its own classes
-                earlier, self._trouble = self._trouble, store.reason(error)
-                if self._trouble != earlier and not isinstance(error, BlockingIOError):
-                    what = f"{self.current} can't be uploaded to {self.store.uri}: {self._trouble}"
-                    console.say(f"{what}; training continues, and so do the tries", style="yellow")
+            self.current = None if self._newest is self._stored else self._newest
+            if self.current is not None:
+                self._try(self.current)
             time.sleep(PAUSE_SECONDS)
 
+    def _try(self, checkpoint: Path) -> None:
+        try:
+            self._upload(checkpoint)
+        except Exception as error:  # each store has its own library, with its own classes
+            earlier, self._trouble = self._trouble, store.reason(error)
+            if self._trouble != earlier and not isinstance(error, BlockingIOError):
+                what = f"{checkpoint.name} can't be uploaded to {self.store.uri}: {self._trouble}"
+                console.say(f"{what}; training continues, and so do the tries", style="yellow")
+
     def _upload(self, checkpoint: Path) -> None:
-        """Uploads the files of this machine, but those that an earlier try has uploaded, until a newer one comes."""
-        content, listed = marker.content_of(checkpoint), marker.sizes_of(checkpoint)
-        if self.store.marker_of(checkpoint.name) != content:
-            if self._content != content:
+        """Uploads the files of this machine, until a newer checkpoint comes, and then the marker."""
+        began, machine, listed = time.monotonic(), self.launch.machine_rank, marker.sizes_of(checkpoint)
+        if self.store.marker_of(checkpoint.name) != marker.content_of(checkpoint):
+            if self._put is not checkpoint:
                 self._begin(checkpoint)
-                self._content, self._began, self._uploaded = content, time.monotonic(), set()
-            for name in (name for rank in self._ranks for name in marker.of_rank(listed, rank, self._of)):
-                if self._newest != checkpoint.name:
-                    return
-                if name not in self._uploaded:
+                ranks = range(self.args.process_index, self.args.process_index + self.launch.local_world_size)
+                for name in (name for rank in ranks for name in marker.of_rank(listed, rank, self.args.world_size)):
+                    if self._newest is not checkpoint:
+                        return
                     self.store.put(checkpoint, name)
-                    self._uploaded.add(name)
-            self.store.seal(checkpoint, self.machine, self.machines)
-            if self.machine == 0:
-                took = f"{gb_or_mb(completeness.size_bytes(checkpoint))} in {any_time(time.monotonic() - self._began)}"
+                self._put = checkpoint
+            self.store.seal(checkpoint, machine, self.launch.machines)
+            if machine == 0:
+                took = f"{gb_or_mb(sum(listed.values()))} in {any_time(time.monotonic() - began)}"
                 console.say(f"{checkpoint.name} is at {self.store.uri}: {took}", style="cyan")
-        if self.machine == 0:
-            self.store.retire(self.keep, self._best)
-        self._stored = checkpoint.name
+        if machine == 0:
+            self.store.retire(self.keep, self.trainer.state.best_model_checkpoint)
+        self._stored = checkpoint
 
     def _begin(self, checkpoint: Path) -> None:
         """Marks a checkpoint as unfinished in the store; the first machine describes the model."""
@@ -114,8 +112,9 @@ class Uploads:
             raise OSError(f"it holds {other} of another run")
         self._is_new = False
         self.store.unseal(checkpoint.name)
-        if self.machine == 0:
-            self.store.describe(self.output)
+        described = self.output / file_names.DESCRIBED
+        for name in marker.sizes_of(described) if self.launch.machine_rank == 0 else ():
+            self.store.put(described, name)
 
 
 def check_unused(training: "TrainingArguments") -> None:
@@ -171,8 +170,9 @@ def _on_first(training: "TrainingArguments", action: Callable[[Store], None], wh
             with place.reached():
                 action(place)
         except UserError as error:
-            failed = [] if isinstance(error, Unreached) and when_down else [error]
-            if not failed:
+            if when_down and isinstance(error, Unreached):
                 console.say(f"{error.what}; {when_down}", style="yellow")
+            else:
+                failed = [error]
     for of_first in gather_object(failed):
         raise of_first
