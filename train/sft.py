@@ -31,7 +31,7 @@ def main() -> None:
     history = lineage.of_run(checkpoint, model_args, data_args, training_args, tokens["train"])
     record.lap("data")
 
-    # Model and Trainer; all ranks end if one has other arguments, rows or weights
+    # Model and Trainer; stops all ranks if their arguments, rows or weights differ
     model = load_model.load_model(model_args, tokenizer)
     together.compare(
         together.of_arguments(model_args, data_args, training_args),

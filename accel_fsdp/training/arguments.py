@@ -116,8 +116,8 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
     )
     logging_steps: float = HfArg(
         default=0,
-        help="Steps from one line of the log to the next; a share of all steps below 1. 0: every 10 steps, in "
-        "shorter runs a tenth of them. The first and the last step always have one.",
+        help="Steps between two log lines; below 1, a share of all steps. 0: every 10 steps, in runs of fewer than 100 "
+        "a tenth of them. The first and the last step are always logged.",
     )
     ignore_nan_inf: bool = HfArg(
         default=False,
@@ -126,8 +126,8 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
     )
     hang_timeout: float | None = HfArg(
         default=None,
-        help="Seconds in which each step, save and evaluation has to end; later, the rank writes its stacks and ends, "
-        "and with it the job. 0: never. (default: of accel-fsdp launch --hang-timeout, else never)",
+        help="Seconds that a step, save or evaluation may take. After that the rank writes its stacks and exits, which "
+        "ends the job. 0: no limit. (default: that of accel-fsdp launch --hang-timeout, else no limit)",
     )
     profile_steps: str | None = HfArg(
         default=None,
@@ -136,21 +136,21 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
     )
     async_checkpoints: bool = HfArg(
         default=False,
-        help="Write checkpoints while training goes on, which waits only until each rank has copied its shards to its "
-        "host's memory. One at a time.",
+        help="Write checkpoints in the background: training waits only until each rank has copied its shards to host "
+        "memory. One at a time.",
     )
     checkpoint_uri: str | None = HfArg(
         default=None,
-        help="Also upload complete checkpoints here, while training goes on: s3://BUCKET/RUN, gs://, az://, hf://, any "
-        "folder of fsspec. --resume_from_checkpoint true finds the newest one, here or there.",
+        help="Also upload complete checkpoints here, in the background: s3://BUCKET/RUN, gs://, az://, hf://, any URI "
+        "that fsspec knows. --resume_from_checkpoint true finds the newest one, here or there.",
     )
     upload_timeout: float = HfArg(
         default=600, help="Seconds to wait at the end of the run until the newest checkpoint is at --checkpoint_uri."
     )
     final_export: Literal["gather", "stream"] = HfArg(
         default="gather",
-        help="How final/ is made of a sharded model. gather: the ranks send their shards to the first one, whose host "
-        "must hold the whole model. stream: the first rank reads the last checkpoint, some tensors at a time.",
+        help="How final/ is written from a sharded model. gather: the ranks send their shards to the first one, whose "
+        "host must hold the whole model. stream: the first rank reads the last checkpoint, some tensors at a time.",
     )
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = HfArg(
         default="auto",
@@ -243,7 +243,9 @@ def _refuse_unknown(parser: HfArgumentParser, words: Sequence[str]) -> None:
         if flag not in options:
             hint = flag_values.TRL.get(command_line.field_name(flag))
             guess = "" if hint else did_you_mean(flag, options)
-            raise UsageError(f"unknown argument {flag}.{guess}", why="it has no effect here", fix=hint or SEE_HELP)
+            raise UsageError(
+                f"unknown argument {flag}.{guess}", why="train/sft.py has no such argument", fix=hint or SEE_HELP
+            )
 
 
 def _check_adapter(model: ModelArguments) -> None:
@@ -255,10 +257,10 @@ def _check_adapter(model: ModelArguments) -> None:
     plain = ModelArguments(model.model_name_or_path)
     for name in (field.name for field in fields(model) if getattr(model, field.name) != getattr(plain, field.name)):
         if name.startswith(("lora_", "use_dora", "use_rslora")) and not model.use_peft:
-            raise UsageError(f"--{name} without --use_peft", why="it is about an adapter", fix="--use_peft")
+            raise UsageError(f"--{name} without --use_peft", why="it only affects an adapter", fix="--use_peft")
         if name.startswith("bnb_4bit_") and not model.load_in_4bit:
             raise UsageError(
-                f"--{name} without --load_in_4bit", why="it is about 4-bit weights", fix="--use_peft --load_in_4bit"
+                f"--{name} without --load_in_4bit", why="it only affects 4-bit weights", fix="--use_peft --load_in_4bit"
             )
 
 

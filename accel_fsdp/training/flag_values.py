@@ -17,7 +17,7 @@ from accel_fsdp.training.reporting import profiling
 def check(model: Any, data: Any, training: TrainingArguments) -> None:
     for name, value in (("streaming_buffer", data.streaming_buffer), (EXPERT_FIELD, model.expert_parallel_size)):
         if value < 1:
-            raise UsageError(f"--{name} {value}", why="it has to be 1 or more", fix=f"--{name} with such a number")
+            raise UsageError(f"--{name} {value}", why="the smallest value is 1", fix=f"--{name} 1")
     if training.use_liger_kernel and LaunchEnvironment.now().by_transformers:
         raise UsageError(
             "--use_liger_kernel with tensor or expert parallelism",

@@ -119,7 +119,7 @@ def random_state(trainer: Any, checkpoint: str | None, load: Callable[[str | Non
         return
     set_seed(trainer.args.seed + trainer.state.global_step * ranks + rank)
     console.say(
-        f"rank {rank}: no random state in {checkpoint}; dropout, where the model has it, differs", style="yellow"
+        f"rank {rank}: no random state in {checkpoint}; dropout masks differ from those of one run", style="yellow"
     )
 
 

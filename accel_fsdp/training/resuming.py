@@ -127,9 +127,9 @@ def _rows_per_step(training: "TrainingArguments") -> int:
     return int(training.train_batch_size * training.gradient_accumulation_steps * len(ranks))
 
 
-def _check_rows(checkpoint: Path, origin: Origin | None, rows_per_step: int, ignores_place: bool) -> None:
+def _check_rows(checkpoint: Path, origin: Origin | None, rows_per_step: int, ignores_data_position: bool) -> None:
     """Refuses a step of another size, before anything is loaded."""
-    if origin and origin.rows_per_step and origin.rows_per_step != rows_per_step and not ignores_place:
+    if origin and origin.rows_per_step and origin.rows_per_step != rows_per_step and not ignores_data_position:
         raise UserError(
             f"{checkpoint} counts steps of {origin.rows_per_step} rows, this run steps of {rows_per_step}",
             why="some rows would be trained twice or not at all, and the learning-rate schedule would change length",

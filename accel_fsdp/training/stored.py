@@ -118,7 +118,7 @@ class Uploads:
 
 
 def check_unused(training: "TrainingArguments") -> None:
-    """Raises a UserError, on all ranks, if the store of a new run holds a run. A store that is down holds up none."""
+    """Raises a UserError, on all ranks, if the store of a new run holds a run. An unreachable store raises nothing."""
 
     def check(store: Store) -> None:
         if store.checkpoints():

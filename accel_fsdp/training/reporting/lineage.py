@@ -40,7 +40,7 @@ SCHEDULE = (
 )
 CONTENT = "content of the rows"
 STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
-TOLD = frozenset({"length", "precision", "ranks"})
+ALWAYS_ALLOWED = frozenset({"length", "precision", "ranks"})
 """Groups whose changes are logged and recorded without permission: people train for longer, in another precision, or
 the same steps on another number of ranks."""
 HASHED_ROWS = 10_000
@@ -179,7 +179,7 @@ def follow(checkpoint: Path | None, here: Settings, *, accepts: bool, skips_data
     if origin is None or not origin.settings:
         return History(here, unknown=True, step=completeness.step_of(checkpoint))
     differences = list(changes(origin.settings, here))
-    free_groups = TOLD if skips_data else TOLD | {"order"}
+    free_groups = ALWAYS_ALLOWED if skips_data else ALWAYS_ALLOWED | {"order"}
     step = completeness.step_of(checkpoint)
     _check_length(checkpoint, here, step)
     refused = [change for change in differences if change.group not in free_groups]
