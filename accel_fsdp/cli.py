@@ -178,7 +178,7 @@ def _memory_warning(script: Any, words: tuple[str, ...], config: Any) -> str:
 
 def _launch(options: Any, script_args: tuple[str, ...]) -> int:
     from accel_fsdp import console, linter
-    from accel_fsdp.config import read_config
+    from accel_fsdp.config import header, read_config
     from accel_fsdp.launch import launcher, place
 
     if options.timeout < 1:
@@ -195,6 +195,8 @@ def _launch(options: Any, script_args: tuple[str, ...]) -> int:
         )
     job, document = read_config(options.file)
     script_args = linter.completed(options.file, job.source, options.script, script_args)
+    if note := header.missing_here("", script_args):
+        console.say(note, style="yellow", wrap=True)
     flags = {name: getattr(options, name) for name in place.FLAGS}
     here = place.settle(place.now(), flags, job.values, str(options.file))
     read = here.applied(job), document

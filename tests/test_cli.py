@@ -111,7 +111,7 @@ def test_dry_run_prints_what_would_run(fsdp: Path, tiny_model: Path) -> None:
     assert finished.code == 0
     header = f"--model_name_or_path {tiny_model} --dataset_name train/data/fsdp_chat --output_dir runs/first"
     assert f"accelerate launch --config_file {fsdp} {SFT} {header} --max_steps 1" in finished.output
-    assert f"arguments: from the header of {fsdp}, changed by those given" in finished.output
+    assert f"arguments: those given, and the others from the header of {fsdp}" in finished.output
     assert finished.output.index("accelerate launch") < finished.output.index("FSDP_VERSION=2\n")
 
 

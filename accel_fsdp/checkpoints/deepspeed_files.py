@@ -26,9 +26,10 @@ def folder_of(checkpoint: Path) -> Path | None:
     name = latest(checkpoint)
     if name and Path(name).name == name and any((checkpoint / name).glob(file_names.ZERO_OPTIMIZERS)):
         return checkpoint / name
-    steps = list(checkpoint.glob(f"{file_names.GLOBAL_STEP}*"))
+    steps = list(checkpoint.glob(f"{file_names.GLOBAL_STEP}*"))  # verl names its own so
     whole = [path for path in steps if any(path.glob(file_names.ZERO_OPTIMIZERS))]
-    return max(whole or steps, key=lambda path: numbers(path.name), default=None)
+    parts = [path for path in steps if any(path.glob(file_names.ZERO_MODELS))]
+    return max(whole or parts, key=lambda path: numbers(path.name), default=None)
 
 
 def is_inner(folder: Path) -> bool:

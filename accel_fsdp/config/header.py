@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from accel_fsdp import __version__
@@ -83,9 +83,9 @@ def script_arguments(text: str) -> tuple[str, ...]:
     return tuple(words[words.index(SCRIPT) + 1 :] if SCRIPT in words else ())
 
 
-def missing_here(text: str) -> str:
-    """A note on the files of our header's launch command that the current folder lacks; empty if it has them."""
-    words = _launch_words(text)
+def missing_here(text: str, words: Sequence[str] = ()) -> str:
+    """A note on files of our header's launch command, or of `words`, that this folder lacks; empty if it has them."""
+    words = words or _launch_words(text)
     missing = [name for name in IN_A_CLONE if name in words and not Path(name).exists()]
     if not missing:
         return ""

@@ -62,7 +62,7 @@ def completed(file: Path, source: str, script: Path, words: tuple[str, ...]) -> 
 
 def from_header(file: Path, changed: bool) -> str:
     """The sentence that says where arguments come from."""
-    return f"arguments: from the header of {file}" + (", changed by those given" if changed else "")
+    return f"arguments: {'those given, and the others ' if changed else ''}from the header of {file}"
 
 
 def _uses_sft(script: Path) -> bool:

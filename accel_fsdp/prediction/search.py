@@ -94,7 +94,8 @@ def judge(problem: Problem) -> Plan:
     if not candidate.fits:
         return Plan(problem, (candidate,))
     largest_rows = largest(problem, problem.job, "rows", MOST_ROWS)
-    reason = f"; up to {rows_in(replace(candidate.recipe, rows=largest_rows))} would too"
+    more = largest_rows > candidate.recipe.rows
+    reason = f"; up to {rows_in(replace(candidate.recipe, rows=largest_rows))} would too" if more else ""
     return Plan(problem, (candidate,), candidate, reason=reason)
 
 

@@ -123,7 +123,7 @@ def _steps(
 
 
 def _check(options: RehearseCommand, launcher: Rehearsed, words: tuple[str, ...], model: str | None) -> str:
-    """Ends the rehearsal at errors of the linter, and counts its warnings.
+    """Ends the rehearsal at errors of the linter, and shows its first warning.
 
     A model that only the script's arguments name may be readable only for the script; then the YAML is checked without
     it.
@@ -144,10 +144,13 @@ def _check(options: RehearseCommand, launcher: Rehearsed, words: tuple[str, ...]
         first, *others = errors
         note = f" (and {counted(len(others), 'error')} more: accel-fsdp check {file})" if others else ""
         raise Failure(f"{first.code}: {joined(first.what, first.why)}{note}", key=first.key, fix=first.fix)
-    warnings = sum(finding.severity == "warning" for finding in findings)
+    warnings = [finding for finding in findings if finding.severity == "warning"]
+    if not warnings:
+        return "no errors"
     script_flags = ["--script", str(options.script)] if options.script is not None else []
     command = shlex.join(["accel-fsdp", "check", *(["--model", model] if model else []), *script_flags, str(file)])
-    return f"no errors, {counted(warnings, 'warning')}: {command}" if warnings else "no errors"
+    first = f"{warnings[0].code}: {joined(warnings[0].what, warnings[0].why)}"
+    return f"no errors, {counted(len(warnings), 'warning')}: {first} ({command})"
 
 
 def _step_result(name: str, action: Action) -> StepResult:

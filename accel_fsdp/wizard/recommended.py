@@ -31,7 +31,7 @@ OF_FSDP = frozenset(
 )
 """Questions whose answer by a flag picks FSDP."""
 NO_ADDRESS = (
-    "note: without the first machine's address a cluster engine has to give it: accel-fsdp script makes its job file"
+    "note: no main_process_ip: the job file of accel-fsdp script asks the cluster for it; else give --main-process-ip"
 )
 RECOMPUTES = "activation_checkpointing"
 DECIDING = ("fsdp_version", "strategy", "zero_stage", "cpu_offload", RECOMPUTES, "batch")

@@ -57,8 +57,10 @@ def verl(folder: Path, model: LlamaForCausalLM, ranks: int, shape: tuple[int, ..
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_verls_files_are_the_gathered_model(ranks: int, tmp_path: Path) -> None:
     """On 8 ranks the last ones hold less, or nothing, of what 8 doesn't divide."""
-    model = llama()
-    same(export(verl(tmp_path / "actor", model, ranks), tmp_path / "out"), model.state_dict())
+    model, step = llama(), tmp_path / "run" / "global_step_10"
+    verl(step / "actor", model, ranks)
+    same(export(step, tmp_path / "out"), model.state_dict())
+    refused(r"run holds no checkpoint itself", step.parent, tmp_path / "other")  # not DeepSpeed's, in spite of its name
 
 
 def test_replicas_are_taken_once(tmp_path: Path) -> None:

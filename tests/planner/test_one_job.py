@@ -163,7 +163,7 @@ def lora(tmp_path: Path) -> Path:
 def test_the_headers_arguments_are_completed_by_those_given(lora: Path, tmp_path: Path) -> None:
     """In launch and script; a script of one's own gets what was typed, and nothing else."""
     shown = here("launch", "--dry-run", lora, SFT, "--max_length", "4096").output
-    assert f"arguments: from the header of {lora}, changed by those given" in shown
+    assert f"arguments: those given, and the others from the header of {lora}" in shown
     assert "--use_peft true" in shown
     assert "--max_length 4096" in shown
     assert "--max_length 2048" not in shown

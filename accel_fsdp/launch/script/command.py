@@ -4,9 +4,10 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import timedelta
 
 from accel_fsdp import atomic_files, command_line, console
-from accel_fsdp.config import CLUSTER_ENGINES, JobConfig, engines_taking, read_config, yaml_file
+from accel_fsdp.config import CLUSTER_ENGINES, JobConfig, engines_taking, header, read_config, yaml_file
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import MachineFacts, machines
 from accel_fsdp.job import from_yaml
@@ -43,6 +44,8 @@ def write(options: ScriptCommand, script_args: tuple[str, ...]) -> int:
     _check_flags(options)
     config, document = read_config(options.file)
     script_args = completed(options.file, config.source, options.script, script_args)
+    if note := header.missing_here("", script_args):
+        console.say(note, style="yellow", wrap=True)
     job = _job_file(options, config, script_args)
     arguments = command_line.parse_command_line(job.words)
     _check_script(job, script_args, arguments)
@@ -61,6 +64,8 @@ def write(options: ScriptCommand, script_args: tuple[str, ...]) -> int:
     console.say(f"written: {options.output}", style="green")
     by_hand = " NUMBER ADDRESS, on each machine" if options.engine == "torchrun" and job.machines > 1 else ""
     console.say(f"next: {CLUSTER_ENGINES[options.engine].submit} {shlex.quote(str(options.output))}{by_hand}")
+    if job.seconds:
+        console.say(f"time limit: {timedelta(seconds=job.seconds)} (hours:minutes:seconds)")
     return 0
 
 
