@@ -30,6 +30,8 @@ USES_TRAINING = re.compile(
     r"^(?:from|import) accel_fsdp\.training\b|^from accel_fsdp import .*\btraining\b", re.MULTILINE
 )
 """How train/sft.py, and scripts like it, import the parts that fix bugs of Trainer and PEFT."""
+OF_TRL = {"gradient_checkpointing": True, "dtype": "float32"}
+"""What `trl sft` takes for arguments that it isn't given, other than train/sft.py (TRL 1.16)."""
 
 
 def read_launch(script: Path, words: tuple[str, ...], values: Mapping[str, Any] = MappingProxyType({})) -> Subject:
@@ -226,4 +228,5 @@ def _arguments(path: Path, text: str) -> dict[str, Any]:
         raise UsageError(
             f"cannot read {path}: neither a mapping nor a command line", why=NO_ARGUMENTS, fix=GIVE_ARGUMENTS
         )
-    return command_line.parse_command_line(_around_script(words)[2])
+    defaults = OF_TRL if words[:2] == ["trl", "sft"] else {}
+    return {**defaults, **command_line.parse_command_line(_around_script(words)[2])}

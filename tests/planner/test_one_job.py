@@ -160,6 +160,15 @@ def lora(tmp_path: Path) -> Path:
     return path
 
 
+def test_trls_own_command_has_trls_defaults(lora: Path, tmp_path: Path) -> None:
+    flags, shown = "--model_name_or_path meta-llama/Llama-3.1-8B --use_peft --per_device_train_batch_size 4", []
+    for start, more in (("trl sft", ""), ("train/sft.py", "--gradient_checkpointing true --dtype float32")):
+        (tmp_path / "command.txt").write_text(f"{start} {flags} {more}\n")
+        words = ("--gpus", "2xRTX3090-24GB", "--config", lora, "--args", tmp_path / "command.txt")
+        shown.append(here("plan", *words).output.replace(start, ""))
+    assert shown[0] == shown[1]
+
+
 def test_the_headers_arguments_are_completed_by_those_given(lora: Path, tmp_path: Path) -> None:
     """In launch and script; a script of one's own gets what was typed, and nothing else."""
     shown = here("launch", "--dry-run", lora, SFT, "--max_length", "4096").output
