@@ -259,6 +259,7 @@ model = torch.nn.Linear(64, 64)
 model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
 held = sum(p.numel() for p in model.parameters())
 print(f"HELD {held} {type(model).__name__} {accelerator.distributed_type}", flush=True)
+torch.distributed.barrier() if torch.distributed.is_initialized() else None
 """
 
 

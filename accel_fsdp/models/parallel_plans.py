@@ -234,7 +234,7 @@ def divisible_by_config(config: Any) -> Divisible:
         heads=count("num_attention_heads") if divided & QUERIES else 0,
         kv_heads=count("num_key_value_heads") if divided & KEYS else 0,
         experts=count(*EXPERTS),
-        tensor_plan=bool(plan) and text.model_type not in UNTRAINED,
+        tensor_plan=any("*" in name for name in plan) and text.model_type not in UNTRAINED,  # gpt-oss: embeddings alone
         expert_plan=bool(getattr(text, "base_model_ep_plan", None)),
         replicated_norms=REPLICATED in plan.values(),
         tied_rows=count("vocab_size") if getattr(config, "tie_word_embeddings", False) else 0,

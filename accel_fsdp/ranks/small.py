@@ -100,7 +100,12 @@ class _SmallModels:
         if not hasattr(config, "to_dict"):
             dtypes = {key: value for key, value in options.items() if key in ("dtype", "torch_dtype")}
             others = {key: value for key, value in options.items() if key not in dtypes}
-            whole, unused = kind.config_class.from_pretrained(config or name, return_unused_kwargs=True, **others)
+            whole, unused = kind.config_class.from_pretrained(
+                config or name,
+                return_unused_kwargs=True,
+                trust_remote_code=others.pop("trust_remote_code", False),
+                **others,
+            )
             unused |= dtypes
         small = self._small(kind, whole, str(name))
         if small is None:

@@ -84,7 +84,7 @@ def test_a_number_of_thousands_of_digits_is_named(value: str, name: str, tmp_pat
     path.write_text(
         f'{{\n"num_processes": {text}}}' if name.endswith("json") else f"debug: true\nnum_processes: {text}\n"
     )
-    with pytest.raises(UsageError, match=rf"{path}:2: num_processes: a number of more than 1,000 characters\n"):
+    with pytest.raises(UsageError, match=rf"{path}:2: a number of more than 1,000 characters\n"):
         linter.lint(path, linter.LintOptions())
 
 

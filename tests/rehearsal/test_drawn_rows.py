@@ -199,6 +199,7 @@ def judged(folder: Path, monkeypatch: pytest.MonkeyPatch, epochs: Callable[[int]
     monkeypatch.setenv("ACCEL_FSDP_EVENTS", str(folder))
     monkeypatch.setenv("WORLD_SIZE", str(RANKS))
     monkeypatch.setattr("sys.argv", [__file__])
+    monkeypatch.setattr("accel_fsdp.ranks.script._started", None)
     for rank in range(RANKS):
         with monkeypatch.context() as patched:
             for owner, name in PATCHED:

@@ -41,7 +41,7 @@ RESUMED: dict[str, dict[str, str]] = {
 OPTIONS: dict[str, tuple[dict[str, str], str]] = {
     "nowrap-offload2": (
         {"fsdp_version": "2", "wrap_policy": "NO_WRAP", "cpu_offload": "true"},
-        "CPU offload has no meaning here",
+        "FSDP2: ",
     ),
     "size-ac": ({"fsdp_version": "1", "wrap_policy": "SIZE_BASED_WRAP", **CHECKPOINTS}, "FSDP1 FULL_SHARD: 5 units"),
     "bf16-ac": ({"fsdp_version": "2", "mixed_precision": "bf16", **CHECKPOINTS}, "FSDP2: "),
