@@ -136,8 +136,9 @@ def _of_steps(run: Path, found: list[Listed], steps: Sequence[str]) -> list[List
 
 
 def _delete(command: CheckpointsCommand, found: list[Listed], chosen: list[Listed]) -> None:
-    if not any(not item.why for item in found if item not in chosen) and any(not item.why for item in chosen):
-        newest = next(item.folder for item in found if item.is_newest)
+    complete = [item for item in found if not item.why]
+    if complete and all(item in chosen for item in complete):
+        newest = complete[-1].folder
         raise UserError(
             f"no complete checkpoint of {command.run} would be left",
             why="nothing to resume from or to export; nothing was deleted",

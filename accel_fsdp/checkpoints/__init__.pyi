@@ -14,11 +14,11 @@ from . import tensor_names as tensor_names
 from .discover import CheckpointLocation as CheckpointLocation
 from .marker import Origin as Origin
 from .open_checkpoint import Weights as Weights
-from .safe_pickles import ERRORS as ERRORS
 from .safetensors_header import DTYPES as DTYPES
 from .safetensors_header import ITEM_BYTES as ITEM_BYTES
 from .safetensors_header import TIED as TIED
 from .safetensors_header import TORCH_NAMES as TORCH_NAMES
+from .saved_files import ERRORS as ERRORS
 from .store import Damaged as Damaged
 from .store import Store as Store
 from .store import Unreached as Unreached

@@ -223,10 +223,6 @@ def choose(run: Path, among: Sequence[Path] | None = None, flaw_of: Callable[[Pa
     return Choice(None, skipped)
 
 
-def size_bytes(checkpoint: Path) -> int:
-    return sum(path.stat().st_size for path in marker.files_in(checkpoint))
-
-
 def retire(run: Path, keep: int | None, best: str | None, spared: str = "") -> None:
     """Deletes checkpoints before the newest complete one: half-written ones, and complete ones beyond `keep`.
 

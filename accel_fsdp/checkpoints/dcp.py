@@ -1,11 +1,13 @@
 """Distributed checkpoints of torch (DCP): `.metadata`, read as inert values, and tensors in `.distcp` files.
 
-`.metadata` is a pickle, and loading it the usual way runs the code that it names (`safe_pickles`).
+`.metadata` is a pickle, and loading it the usual way runs the code that it names. Here none of its names is
+imported: each admitted one becomes an `Inert` class or a plain value, and any other is an error.
 """
 
 import contextlib
 import ctypes
 import io
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -14,8 +16,8 @@ from typing import Any
 
 from accel_fsdp import untrusted_files
 from accel_fsdp.checkpoints import file_names, saved_files
-from accel_fsdp.checkpoints.safe_pickles import ERRORS, Inert, unpickle
 from accel_fsdp.checkpoints.safetensors_header import DTYPES
+from accel_fsdp.checkpoints.saved_files import ERRORS, Inert, names_code
 from accel_fsdp.checkpoints.stored import Box, Stored, assembled, torch_dtype
 from accel_fsdp.untrusted_files import broken
 
@@ -31,10 +33,6 @@ class _Bytes(Inert):
     pass
 
 
-class _Path(Inert):
-    pass
-
-
 DCP, FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 PATHS = ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 _KINDS = ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex")
@@ -43,12 +41,36 @@ ADMITTED: Mapping[str, Any] = {
     f"{DCP}.BytesStorageMetadata": _Bytes,
     f"{FILES}._StorageInfo": Inert,
     **dict.fromkeys(("builtins.getattr", "torch.Size", "torch.serialization._get_layout"), Inert),
-    **{f"{module}.{name}": _Path for module in ("pathlib", "pathlib._local") for name in PATHS},
+    **{f"{module}.{name}": Inert for module in ("pathlib", "pathlib._local") for name in PATHS},
     **{f"torch.{name}": name for name in DTYPES},
     "collections.OrderedDict": OrderedDict,
     "builtins.set": set,
 }
 """The names that a `.metadata` file may contain, each with the inert value that replaces it."""
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, content: bytes, admitted: Mapping[str, Any], path: Path) -> None:
+        super().__init__(io.BytesIO(content))
+        self.admitted, self.path = admitted, path
+
+    def find_class(self, module: str, name: str) -> Any:
+        full_name = f"{'builtins' if module == '__builtin__' else module}.{name}"
+        if full_name not in self.admitted:
+            raise names_code(self.path, full_name)
+        return self.admitted[full_name]
+
+
+def unpickle(content: bytes, admitted: Mapping[str, Any], path: Path) -> Any:
+    """The object in a pickle of admitted names, with what they are mapped to.
+
+    Raises:
+        UserError: it holds another name, or is damaged.
+    """
+    try:
+        return _Reader(content, admitted, path).load()
+    except ERRORS as error:
+        raise broken(path, f"is damaged: {type(error).__name__} in its pickle") from error
 
 
 def _load(path: Path, start: int, length: int) -> Any:
@@ -64,9 +86,8 @@ def read(folder: Path) -> dict[Keys, Stored]:
     with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library than glibc
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
     tensors: dict[Keys, Stored] = {}
-    with _listing(folder) as (metadata, items):
-        paths = metadata.get("planner_data") or {}
-        for name, entry in metadata["state_dict_metadata"].items():
+    with _listing(folder) as (entries, items):
+        for keys, (name, entry) in entries.items():
             if isinstance(entry, _Bytes):
                 continue
             boxes = []
@@ -76,30 +97,27 @@ def read(folder: Path) -> dict[Keys, Stored]:
                     raise ValueError("a chunk without a place")
                 boxes.append(Box(item[0], offsets, sizes, partial(_load, *item)))
             dtype = torch_dtype(DTYPES[entry.state["properties"].state[0]])
-            tensors[_path(paths.get(name) or (name,))] = assembled(name, _size(entry.state["size"]), dtype, boxes)
+            tensors[keys] = assembled(name, _size(entry.state["size"]), dtype, boxes)
     return tensors
 
 
 def listed(folder: Path, needed: Callable[[Keys], bool]) -> dict[Keys, Any]:
     """The keys of each entry of a folder, with its value if it is pickled and `needed` accepts the keys, else None."""
-    with _listing(folder) as (metadata, items):
-        nested = metadata.get("planner_data") or {}
-        paths = {name: _path(nested.get(name) or (name,)) for name in metadata["state_dict_metadata"]}
+    with _listing(folder) as (entries, items):
         return {
-            path: _load(*items[name, None]) if needed(path) and (name, None) in items else None
-            for name, path in paths.items()
+            keys: _load(*items[name, None]) if needed(keys) and (name, None) in items else None
+            for keys, (name, _) in entries.items()
         }
 
 
-def read_bytes(path: Path) -> bytes:
-    content = untrusted_files.read_bytes(path)
+def unpickled(content: bytes | None, path: Path) -> Any:
+    """The content of a `.metadata` file, as inert values.
+
+    Raises:
+        UserError: it is missing, or names other types than DCP's.
+    """
     if content is None:
         raise broken(path, "is missing")
-    return content
-
-
-def unpickled(content: bytes, path: Path) -> Any:
-    """The content of a `.metadata` file, as inert values; raises UserError if it names other types than DCP's."""
     metadata = unpickle(content, ADMITTED, path)
     if not isinstance(metadata, Inert) or not isinstance(metadata.state, dict):
         raise broken(path, "is damaged: it lists no tensors")
@@ -107,12 +125,18 @@ def unpickled(content: bytes, path: Path) -> Any:
 
 
 @contextlib.contextmanager
-def _listing(folder: Path) -> Iterator[tuple[dict[str, Any], dict[tuple[str, Any], Item]]]:
-    """Yields the content of `.metadata`, and the places of all chunks; an error inside is raised as damage."""
+def _listing(folder: Path) -> Iterator[tuple[dict[Keys, tuple[str, Any]], dict[tuple[str, Any], Item]]]:
+    """Yields names and entries of `.metadata` by their keys, and the places of all chunks.
+
+    An error inside is raised as damage.
+    """
     path = folder / file_names.DCP_METADATA
-    metadata = unpickled(read_bytes(path), path)
+    state = unpickled(untrusted_files.read_bytes(path), path).state
     try:
-        yield metadata.state, _items(folder, metadata.state["storage_data"])
+        nested = state.get("planner_data") or {}
+        listed = state["state_dict_metadata"].items()
+        entries = {_path(nested.get(name) or (name,)): (name, entry) for name, entry in listed}
+        yield entries, _items(folder, state["storage_data"])
     except ERRORS as error:
         raise broken(path, f"is damaged: {type(error).__name__} in its list of tensors") from error
 

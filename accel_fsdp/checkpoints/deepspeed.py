@@ -15,8 +15,7 @@ import torch
 
 from accel_fsdp.checkpoints import deepspeed_files, file_names, saved_files
 from accel_fsdp.checkpoints.deepspeed_files import numbers
-from accel_fsdp.checkpoints.safe_pickles import ERRORS
-from accel_fsdp.checkpoints.saved_files import SavedFile
+from accel_fsdp.checkpoints.saved_files import ERRORS, SavedFile
 from accel_fsdp.checkpoints.stored import Stored
 from accel_fsdp.errors import UserError
 from accel_fsdp.units import counted

@@ -7,14 +7,6 @@ from accel_fsdp import untrusted_files
 from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import UserError
 
-CLASSES = (
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.runtime.zero.config.ZeroStageEnum",
-    "deepspeed.utils.tensor_fragment.fragment_address",
-)
-"""DeepSpeed's own classes in its files; nothing of them is needed but the stage's number."""
-
 
 def folder_of(checkpoint: Path) -> Path | None:
     """The folder of the ranks' files: the one that `latest` names, else the highest `global_stepN`; None without one.

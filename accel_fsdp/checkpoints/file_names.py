@@ -29,22 +29,13 @@ TORCH_MODELS, TORCH_INDEX = f"{TORCH_STEM}*.bin", "*.bin.index.json"
 """Transformers before safetensors: the weights, and which of several files holds which tensor."""
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 """Transformers: the tokenizer itself, and what `from_pretrained` makes of it."""
-TOKENS_MAP, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
-"""Transformers: tokens of older tokenizers, beside those in their config."""
 CHAT_TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 """Transformers: the chat template of a tokenizer, and a folder of others."""
-PROCESSOR_TEMPLATE = "chat_template.json"
-"""Transformers: the chat template of a processor in older releases."""
 ADAPTER_STEM = "adapter_model"
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", f"{ADAPTER_STEM}.safetensors"
 """PEFT: the settings of an adapter, and its weights."""
-TORCH_EXPORT = ".pth"
-TORCH_MODEL = f"model{TORCH_EXPORT}"
+TORCH_MODEL = "model.pth"
 """This project's exports: a state dict as torch.save writes it."""
-EXPORTED = (SAFETENSORS, TORCH_EXPORT)
-"""This project's exports: the endings of files of weights."""
-PAPERS = ("*.json", "*.txt", "*.model", "*.jinja")
-"""Transformers: config, tokenizer and templates, under all their names."""
 CARD = "README.md"
 """The model card, as the hub shows it."""
 
@@ -112,8 +103,6 @@ STATE = (FSDP_MODEL, OPTIMIZER, Path(SCHEDULER).stem, Path(TRAINING_ARGS).stem, 
 """Beginnings of files that end like weights but that `from_pretrained` can't load."""
 NOT_WEIGHTS = (*STATE, RANDOM_STATES, "rng", "optim", "train_state", "dataloader", "extra_state")
 """Beginnings of the names of files without weights, of any library."""
-SPARED = tuple(name for name in NOT_WEIGHTS if name != FSDP_MODEL)
-"""Beginnings of the names of files that an export doesn't need: people delete optimizers to save disk."""
 
 RANK_FILE = re.compile(r"(?:.*world_size_(?P<ranks>\d+)_|(?:.*[_-])?)rank[_-]?(?P<rank>\d+)\.(?:pt|pth|bin)")
 """verl, SkyRL and loops: the file of a rank's part of the model."""
@@ -129,8 +118,8 @@ def of_ranks(folder: Path) -> dict[int, Path]:
 
 
 def is_exported(name: str) -> bool:
-    """Whether an export reads a file of a checkpoint, by its path relative to it."""
-    return not name.startswith(SPARED)
+    """Whether an export reads a file of a checkpoint, by its path relative to it; people delete optimizers."""
+    return name.startswith(FSDP_MODEL) or not name.startswith(NOT_WEIGHTS)
 
 
 def rng_state(rank: int, ranks: int) -> str:

@@ -1,7 +1,7 @@
 """Opens a checkpoint of any kind as a mapping of tensors by their names in the model's code."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from accel_fsdp import untrusted_files
@@ -51,7 +51,6 @@ def read(place: CheckpointLocation, optimizer: bool = False, shapes: Shapes | No
         UserError: a file is missing, damaged or not to be trusted, there is no tensor, or there are several adapters.
     """
     weights = _read(place, optimizer, shapes)
-    weights = weights if optimizer else replace(weights, optimizer={})  # it may be in the same files as the model
     if not weights.tensors and not weights.adapter:
         raise UserError(
             f"{place.weights} holds no tensor of a model",
@@ -93,7 +92,7 @@ def split(paths: Paths) -> Weights:
     optimizer = {optimizer_name(path): stored for path, stored in paths.items() if OPTIMIZER_KEYS & set(path[:-1])}
     tensors = _by_name(model)
     if not tensor_names.is_adapted(tensors):
-        if tensor_names.is_wrapped(tensors):
+        if any(name.startswith(tensor_names.PEFT_PREFIX) for name in tensors):  # wrapped for an adapter of any kind
             raise UserError(
                 f"the checkpoint is of a PEFT model, and its adapter is not LoRA: {next(iter(tensors))}",
                 why="only LoRA and DoRA adapters can be separated from their base",
@@ -143,7 +142,7 @@ def refusal(checkpoint: Path, part: int = 0, of: int = 1) -> UserError | None:
         states = [path for name in STATES for path in checkpoint.glob(name)]
         for path in sorted(path for path in (*metadata, *states) if path.exists())[part::of]:
             if path in metadata:
-                dcp.unpickled(dcp.read_bytes(path), path)
+                dcp.unpickled(untrusted_files.read_bytes(path), path)
             else:
                 saved_files.load(path)
     except UserError as error:

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from accel_fsdp import library_internals
 from accel_fsdp.checkpoints import file_names, saved_files
-from accel_fsdp.checkpoints.safe_pickles import ERRORS
-from accel_fsdp.checkpoints.saved_files import Keys, SavedFile
+from accel_fsdp.checkpoints.saved_files import ERRORS, Keys, SavedFile
 from accel_fsdp.checkpoints.stored import Box, Stored, assembled, same_bytes, short_name
 from accel_fsdp.checkpoints.tensor_names import clean_name
 from accel_fsdp.errors import UserError

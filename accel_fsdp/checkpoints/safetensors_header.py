@@ -45,8 +45,8 @@ def opened(path: Path, framework: str = "np") -> Any:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with untrusted_files.opened(path):  # refuses links out of the folder, pipes and devices
-            return safe_open(path, framework)
+        untrusted_files.check(path)  # refuses links out of the folder, pipes and devices
+        return safe_open(path, framework)
     except FileNotFoundError:
         raise untrusted_files.broken(path, "is missing") from None
     except (SafetensorError, OSError) as error:
@@ -86,16 +86,11 @@ def model_files(folder: Path) -> tuple[list[str], Mapping[str, str]]:
         raise untrusted_files.broken(folder / file_names.CONFIG, "names other files: transformers_weights")
     if (folder / file_names.MODEL).is_file():
         return [file_names.MODEL], {}
-    listed = weight_map(folder / file_names.INDEX)
-    return sorted(set(listed.values())), listed
-
-
-def weight_map(path: Path) -> dict[str, str]:
-    """The file of each tensor, as an index lists them; empty without an index."""
+    path = folder / file_names.INDEX
     index = untrusted_files.read_json(path)
     if not index and not path.exists():
-        return {}
+        return [], {}
     listed = index.get("weight_map")
     if not isinstance(listed, dict) or not listed or not all(isinstance(file, str) for file in listed.values()):
         raise untrusted_files.broken(path, "is damaged: no list of tensors and their files")
-    return listed
+    return sorted(set(listed.values())), listed

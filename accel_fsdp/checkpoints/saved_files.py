@@ -3,6 +3,7 @@
 import logging
 import pickle
 import re
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,53 @@ from typing import Any
 import torch
 
 from accel_fsdp import untrusted_files
-from accel_fsdp.checkpoints import deepspeed_files
-from accel_fsdp.checkpoints.safe_pickles import ERRORS, SETTINGS, Inert, names_code
 from accel_fsdp.checkpoints.stored import Mapped, Stored, short_name
+from accel_fsdp.errors import UserError
 from accel_fsdp.untrusted_files import broken
 
+ERRORS = (
+    *(EOFError, ValueError, TypeError, LookupError, AttributeError, struct.error, OverflowError, RecursionError),
+    *(MemoryError, pickle.UnpicklingError),
+)
+"""Exceptions of reading damaged bytes, here and in readers that use the result."""
+
+
+class Inert:
+    """Replaces a class of another library: accepts any arguments, items and state."""
+
+    def __init__(self, *args: Any, **_: Any) -> None:
+        self.args, self.state = args, None  # type: tuple[Any, ...], Any
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+
+def names_code(path: Path, name: str) -> UserError:
+    """The error for a pickle with a name that isn't admitted."""
+    return UserError(
+        f"{path} names {name}, which no checkpoint needs",
+        why="reading it the usual way could run the code of the file's author; nothing was executed",
+        fix="if the file is yours, save only the weights: torch.save(model.state_dict(), FILE); "
+        "else don't load it, and get the checkpoint again from where it was written",
+    )
+
+
 INERT: list[Any] = [
-    *((replacement, name) for name, replacement in SETTINGS.items()),
-    *((Inert, name) for name in deepspeed_files.CLASSES if not name.endswith("Enum")),
+    *((Inert, f"numpy.{core}.multiarray.{n}") for core in ("core", "_core") for n in ("scalar", "_reconstruct")),
+    *((Inert, f"numpy.{name}") for name in ("dtype", "ndarray")),
+    *((Inert, name) for name in ("argparse.Namespace", "types.SimpleNamespace")),
+    *((Inert, f"datetime.{name}") for name in ("date", "datetime", "timedelta")),
+    *((Inert, f"builtins.{name}") for name in ("int", "float", "str", "bool", "list", "dict")),
+    (lambda *_: {}, "collections.defaultdict"),  # its items follow in the pickle
+    *((Inert, f"deepspeed.runtime.fp16.loss_scaler.{name}") for name in ("LossScaler", "DynamicLossScaler")),
+    (Inert, "deepspeed.utils.tensor_fragment.fragment_address"),
     (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
 ]
-"""Names besides those of tensors that files may contain, with what torch takes for each."""
+"""Names besides those of tensors that files may contain, with what torch takes for each: settings and numbers that
+people save beside weights, and DeepSpeed's classes, of which only the stage's number is needed."""
 UNSAFE = re.compile(r"GLOBAL (\S+)")
 """torch's message for a name that is refused."""
 Keys = tuple[Any, ...]
@@ -34,8 +71,7 @@ def load(path: Path) -> Any:
         UserError: the file is missing, damaged or names something else.
     """
     try:
-        with untrusted_files.opened(path):  # refuses links out of the folder, pipes and devices
-            pass
+        untrusted_files.check(path)  # refuses links out of the folder, pipes and devices
     except FileNotFoundError as error:
         raise broken(path, "is missing") from error
     return restricted(path, path, mmap=True)

@@ -103,12 +103,12 @@ class Store:
         return names
 
     def marker_of(self, name: str, machine: int = 0) -> bytes:
-        """The content of a checkpoint's marker, or of a machine's copy of it; empty if there is none."""
+        """The content of a checkpoint's marker, or of a machine's copy of it; without one it isn't complete."""
         self.files.invalidate_cache()
-        with contextlib.suppress(FileNotFoundError):
-            content: bytes = self.files.cat_file(self._marker(name, machine))
-            return content
-        return b""
+        try:
+            return bytes(self.files.cat_file(self._marker(name, machine)))
+        except FileNotFoundError:
+            return marker.UNFINISHED.encode()
 
     def checkpoints(self) -> list[str]:
         """The names of all checkpoints, complete or not, the oldest first."""
@@ -116,9 +116,7 @@ class Store:
         return sorted((name for name in names if file_names.step(name) >= 0), key=file_names.step)
 
     def written(self, name: str) -> marker.Marker:
-        """What a checkpoint's marker says; without one it isn't complete."""
-        content = self.marker_of(name) or marker.UNFINISHED.encode()
-        return marker.parsed(content, Path(self.uri, name, file_names.MARKER))
+        return marker.parsed(self.marker_of(name), Path(self.uri, name, file_names.MARKER))
 
     def newest(self) -> str:
         """The newest complete checkpoint's name; empty if there is none."""
@@ -172,6 +170,7 @@ class Store:
         files = [file for file in written.sizes if needed(file)]
         size_bytes = sum(written.sizes[file] for file in files)
         disks.check_room(run, size_bytes, f"{name} takes", "it can't be fetched", "free some space, or another folder")
+        console.say(f"fetching {name} from {self.uri}", style="cyan")
         with atomic_files.replaced_folder(run / name) as folder:
             lost = min(set(files).difference(self.names(name)), default="")
             if not lost:
@@ -207,5 +206,4 @@ def fetched(place: Path, beside: Path, needed: Callable[[str], bool]) -> Iterato
         with store.reached():
             name = name if store.uri == run else store.newest()
             store.get(name, Path(folder), needed)
-        console.say(f"fetched: {store.uri}/{name}", style="cyan")
         yield Path(folder, name)

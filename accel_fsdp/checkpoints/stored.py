@@ -1,9 +1,7 @@
 """A tensor in a checkpoint, whoever wrote it: shape, dtype, and how it is loaded. Nothing is read before `load()`."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,6 @@ from accel_fsdp.untrusted_files import broken
 
 RENEWED_BYTES = 1 << 28
 """A mapped file is mapped again after so many bytes, because pages that were read count as this process's memory."""
-MOST_CUTS = 8
-"""Dimensions along which the ranks of a mesh may cut one tensor; known are 3."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,19 +115,10 @@ def assembled(name: str, shape: tuple[int, ...], dtype: torch.dtype, boxes: Sequ
 
 
 def _fill_exactly(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
-    """Whether boxes cover each element once.
-
-    Each corner of a box has a sign, which flips for each dimension in which the corner is the end. The signs of the
-    boxes add up to those of the whole if, and only if, the boxes add up to it.
-    """
+    """Whether boxes cover each element once: counted in the cells into which the ends of all boxes cut the tensor."""
     spans = [[(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True)] for box in boxes]
-    full = [(0, size) for size in shape]
-    cut = [dimension for dimension in range(len(shape)) if any(span[dimension] != full[dimension] for span in spans)]
-    if not cut or len(cut) > MOST_CUTS:
-        return not cut
-    counts: Counter[tuple[int, ...]] = Counter()
-    for span, sign in [(full, -1), *((span, 1) for span in spans)]:
-        for ends in product(range(2), repeat=len(cut)):
-            corner = tuple(span[dimension][end] for dimension, end in zip(cut, ends, strict=True))
-            counts[corner] += sign * (-1) ** sum(ends)
-    return not any(counts.values())
+    ends = [sorted({0, size}.union(*(span[dim] for span in spans))) for dim, size in enumerate(shape)]
+    counts = torch.zeros([len(of_dim) - 1 for of_dim in ends], dtype=torch.int32)
+    for span in spans:
+        counts[tuple(slice(*map(of_dim.index, cut)) for of_dim, cut in zip(ends, span, strict=True))] += 1
+    return bool((counts == 1).all())

@@ -40,11 +40,6 @@ def is_adapted(names: Iterable[str]) -> bool:
     return any(LORA.search(name) or TOKENS in name for name in names)
 
 
-def is_wrapped(names: Iterable[str]) -> bool:
-    """Whether PEFT has wrapped a model with these names, for an adapter of any kind."""
-    return any(name.startswith(PEFT_PREFIX) for name in names)
-
-
 def divided(tensors: Mapping[str, T]) -> tuple[dict[str, T], dict[str, dict[str, T]]]:
     """The tensors of a model with adapters: its own by their plain names, and each adapter's as in PEFT's files.
 

@@ -85,7 +85,9 @@ def convert(command: ConvertCommand) -> int:
     with atomic_files.replaced_folder(out) as folder, _explained_errors(command.out, folder):
         with console.waiting("converting"):
             write(state, folder)
-            _copy_others(checkpoint.folder, folder)
+            for path in sorted(checkpoint.folder.iterdir()):  # what any engine reads: schedule, log, random states
+                if not path.is_dir() and not any(path.match(pattern) for pattern in ENGINES_OWN):
+                    untrusted_files.copy(path, folder / path.name, within=checkpoint.folder)
         with console.waiting("comparing"):
             _compare(checkpoint.folder, state, folder)
         completeness.seal(folder, replace(origin, engine=command.engine))
@@ -103,7 +105,7 @@ def _check_flags(command: ConvertCommand) -> None:
     if ignored and not command.stage:
         what = f"--{ignored[0].replace('_', '-')} with --to {command.to}"
         raise UsageError(what, why="those files serve any number of ranks and any precision", fix="leave it out")
-    refusals.require_local("SRC", command.src, "a conversion reads local disks only", "copy it here first")
+    refusals.check_local({"SRC": command.src})
     if command.out.exists():
         raise UserError(f"{command.out} exists", why="it may be another checkpoint", fix="another OUT")
 
@@ -163,13 +165,6 @@ def _explained_errors(out: Path, folder: Path) -> Iterator[None]:
             why="the checkpoint is incomplete and was removed",
             fix="free some space on that disk, or another OUT",
         ) from error
-
-
-def _copy_others(checkpoint: Path, folder: Path) -> None:
-    """Copies the files that any engine reads: schedule, log, random states, config, tokenizer."""
-    for path in sorted(checkpoint.iterdir()):
-        if not path.is_dir() and not any(path.match(pattern) for pattern in ENGINES_OWN):
-            untrusted_files.copy(path, folder / path.name, within=checkpoint)
 
 
 def _compare(checkpoint: Path, state: TrainingState, folder: Path) -> None:

@@ -127,7 +127,8 @@ def _one_model(checkpoint: CheckpointLocation, options: ExportCommand) -> Checkp
 
 def _check_flags(options: ExportCommand) -> None:
     """Refuses what can't be meant, before hours of work."""
-    refusals.check_local(options)
+    src = options.src if options.check or options.list else None  # an export fetches it
+    refusals.check_local({"OUT": options.out, "--model": options.model, "SRC": src})
     size, dtype = options.max_shard_size.strip(), options.dtype
     if not SIZE.fullmatch(size) or not float(size[:-2]):
         raise UsageError(f"--max-shard-size {size} is not a size", why="no file may be larger", fix="such as 5GB")
@@ -148,11 +149,12 @@ def _export(options: ExportCommand, out: Path, checkpoint: CheckpointLocation) -
     dtype = options.dtype or companions.dtype
     description, unknown = _described(options, companions, dtype)
     weights = open_checkpoint.read(checkpoint, shapes=description.memory if description else None)
-    is_adapter = bool(weights.adapter) and not options.merge_adapter
+    is_adapter, loads = bool(weights.adapter) and not options.merge_adapter, options.verify == "load"
+    loads = loads and options.format != "pth"
     refusals.check_weights(options, weights, companions)
     if is_adapter:
         dtype, unknown = options.dtype, ""
-        if options.verify == "load" and options.format != "pth":
+        if loads:
             merge_lora.check_saved(weights.adapter, merge_lora.adapted(companions.settings, companions.folder))
         outputs = contents.named(weights.adapter, _torch_dtype(dtype))
     else:
@@ -171,19 +173,15 @@ def _export(options: ExportCommand, out: Path, checkpoint: CheckpointLocation) -
         with console.waiting("verifying"):
             report = verification.verify(folder, checkpoint.folder.name, checkpoint.kind, written)
         report = report if options.allow_non_finite else verification.check_finite(report)
-        if options.verify == "load" and options.format != "pth":
-            report = _loaded(folder, report, is_adapter)
+        if loads and is_adapter:  # checked before it was written
+            report = report.proven("names and shapes are those that PEFT expects")
+        elif loads:
+            transformers_probe.loads(folder)
+            report = report.proven("names, shapes and ties are the config's, and from_pretrained loads all of it")
         if unknown:
             console.say(f"names and ties are taken from the checkpoint: {unknown}", style="yellow")
         report.save(folder)
     return replace(report, seconds=round(time.monotonic() - started, 3))
-
-
-def _loaded(folder: Path, report: ExportReport, is_adapter: bool) -> ExportReport:
-    if is_adapter:
-        return report.proven("names and shapes are those that PEFT expects")
-    transformers_probe.loads(folder)
-    return report.proven("names, shapes and ties are the config's, and from_pretrained loads all of it")
 
 
 def _described(options: ExportCommand, companions: CompanionFiles, dtype: str | None) -> tuple[Description | None, str]:

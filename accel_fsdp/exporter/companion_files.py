@@ -15,18 +15,17 @@ from accel_fsdp.exporter import hub
 COPIED = (
     *("generation_config.json", "*processor_config.json", "audio_tokenizer_config.json"),
     file_names.CARD,
-    *("tokenizer*.json", file_names.TOKENS_MAP, file_names.ADDED_TOKENS, "normalizer.json", "tekken.json"),
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "normalizer.json", "tekken.json"),
     *("vocab.json", "vocab.txt", "vocab.bpe", "merges.txt", "bpe.codes", "dict.txt", "emoji.json", "byte_maps.json"),
     *("*_vocab.json", "word_*.json", "tokenizer.model", "tiktoken.model", "spiece.model", "spm*.model", "*.spm"),
     *("sentencepiece*.model", "*.tokenizer"),
-    *(file_names.PROCESSOR_TEMPLATE, "*.jinja", f"{file_names.MORE_TEMPLATES}/*.jinja"),
+    *("chat_template.json", "*.jinja", f"{file_names.MORE_TEMPLATES}/*.jinja"),
 )
 """Files that `save_pretrained` of tokenizers and processors writes. None of them is code."""
 IN_RUN = (*(name for name in COPIED if not name.startswith("*") and name != file_names.CARD), file_names.CHAT_TEMPLATE)
 """Such files in a run's folder, which may be the user's project: no card, no patterns that match all of a type."""
 CODE_KEYS = frozenset({"auto_map", "custom_pipelines"})
 """Keys of configs that name Python files beside them."""
-OWN = "transformers."
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -72,7 +71,7 @@ class CompanionFiles:
             settings = self.settings
             mapping = settings.get("auto_mapping")
             library = mapping.get("parent_library") if isinstance(mapping, dict) else None
-            if not str(library).startswith(OWN):
+            if not str(library).startswith("transformers."):
                 settings["auto_mapping"] = None  # PEFT would import that module
             _write(target / file_names.ADAPTER_CONFIG, _without_code(settings))
         from_run = []
@@ -187,8 +186,7 @@ def _folders_nearby(checkpoint: CheckpointLocation) -> Iterator[Path]:
 
 def _base(near: tuple[Path, ...], adapter: Path | None) -> tuple[str, str | None] | None:
     """The model that an adapter was trained on, and its revision; of a model that of run.json if no config is near."""
-    records = (untrusted_files.read_json(folder / file_names.RUN) for folder in near)
-    trained = (model for record in records if (model := _trained_model(record)))
+    trained = _trained_models(near)
     if adapter is not None:
         settings = untrusted_files.read_json(adapter / file_names.ADAPTER_CONFIG)
         name, revision = (settings.get(key) for key in ("base_model_name_or_path", "revision"))
@@ -200,13 +198,13 @@ def _base(near: tuple[Path, ...], adapter: Path | None) -> tuple[str, str | None
     return next(trained, None)
 
 
-def _trained_model(record: dict[str, Any]) -> tuple[str, str | None] | None:
-    """The model in a run's `run.json`, and its revision."""
-    groups = record.get("arguments")
-    model = groups.get("model") if isinstance(groups, dict) else None
-    if not isinstance(model, dict) or not (name := model.get("model_name_or_path")):
-        return None
-    return str(name), str(model["model_revision"]) if model.get("model_revision") else None
+def _trained_models(near: tuple[Path, ...]) -> Iterator[tuple[str, str | None]]:
+    """The models in the `run.json` of these folders, and their revisions."""
+    for folder in near:
+        groups = untrusted_files.read_json(folder / file_names.RUN).get("arguments")
+        model = groups.get("model") if isinstance(groups, dict) else None
+        if isinstance(model, dict) and (name := model.get("model_name_or_path")):
+            yield str(name), str(model["model_revision"]) if model.get("model_revision") else None
 
 
 def _no_config(folder: Path) -> UserError:

@@ -11,12 +11,11 @@ from accel_fsdp.checkpoints import TIED, Stored, Weights, safetensors_files, sam
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import exported_folder, merge_lora
 from accel_fsdp.exporter.companion_files import CompanionFiles
-from accel_fsdp.exporter.transformers_probe import FIX_CONFIG, Description
+from accel_fsdp.exporter.transformers_probe import FIX_CONFIG, SHOWN, Description
 from accel_fsdp.exporter.writer import Output
 from accel_fsdp.models import config_json
 from accel_fsdp.units import first_few
 
-SHOWN = 3
 LAYER = re.compile(r"^.*?\.\d+\.")
 BUFFERS = ("inv_freq", "position_ids", "attn.bias", "attn.masked_bias", "masked_bias")
 """Buffers that models used to save and now compute."""
@@ -39,9 +38,8 @@ class Planner:
             return named(tensors, self.dtype)
         expected = description.files if self.weights.filed else description.memory
         problems = list(_problems(tensors, expected))
-        if problems and (method := self._quantised()):
-            raise self._is_quantised(method)
         if problems:
+            self._refuse_quantised()
             raise UserError(
                 f"the checkpoint isn't of the model in {self.companions.folder}: {first_few(problems, SHOWN, '; ')}",
                 why="from_pretrained would fail or leave weights random",
@@ -60,8 +58,8 @@ class Planner:
         merge_lora.check_settings(self.companions.settings, trained_base=is_whole)
         model = merge_lora.adapted(self.companions.settings, self.companions.folder)
         merge_lora.check_saved(adapter, model)
-        if not is_whole and (method := self._quantised()):
-            raise self._is_quantised(method)
+        if not is_whole:
+            self._refuse_quantised()
         base = self.weights.tensors or safetensors_files.of_folder(self.companions.folder)
         if not is_whole:
             merge_lora.check_ties(adapter, self._ties(base, description))
@@ -70,15 +68,13 @@ class Planner:
         own = next((tensor.dtype for tensor in base.values() if tensor.dtype.is_floating_point), None)
         return replace(self, weights=weights, dtype=self.dtype or own)
 
-    def _quantised(self) -> str | None:
-        return config_json.quant_method(self.companions.config.get("quantization_config"))
-
-    def _is_quantised(self, method: str) -> UserError:
-        return UserError(
-            f"{self.companions.folder} is quantised ({method}), which the export doesn't support",
-            why="only the library that quantised it knows the layout of its packed numbers and their scales",
-            fix="give the model before it was quantised: --model ID_OR_FOLDER; or export with that library",
-        )
+    def _refuse_quantised(self) -> None:
+        if method := config_json.quant_method(self.companions.config.get("quantization_config")):
+            raise UserError(
+                f"{self.companions.folder} is quantised ({method}), which the export doesn't support",
+                why="only the library that quantised it knows the layout of its packed numbers and their scales",
+                fix="give the model before it was quantised: --model ID_OR_FOLDER; or export with that library",
+            )
 
     def _ties(self, tensors: Mapping[str, Stored], description: Description | None) -> tuple[tuple[str, ...], ...]:
         if description is not None:

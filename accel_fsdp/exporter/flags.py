@@ -7,8 +7,6 @@ from typing import Annotated, Literal, Optional
 from accel_fsdp.command_line import arg, positional
 from accel_fsdp.config import DTYPES
 
-Verify = Literal["bytes", "load"]
-
 
 @dataclass(frozen=True)
 class ExportCommand:
@@ -44,7 +42,7 @@ class ExportCommand:
         "safetensors"
     )
     verify: Annotated[
-        Verify,
+        Literal["bytes", "load"],
         arg("bytes: names, files and hashes; load: from_pretrained too."),
     ] = "load"
     allow_non_finite: Annotated[bool, arg("Accept weights that are NaN or infinite; count them.")] = False

@@ -12,9 +12,6 @@ from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.models import catalogue, first_line
 
-HIDDEN = [".*", "*/.*"]
-"""Files that are not exported."""
-
 
 def check_name(repository: str) -> None:
     """Refuses an invalid repository name before hours of work."""
@@ -76,7 +73,8 @@ def push(folder: Path, repository: str, private: bool) -> str:
         f"accel-fsdp export --check {folder} --push-to-hub {repository}",
     ):
         url = HfApi().create_repo(repository, private=private, exist_ok=True)
-        HfApi().upload_folder(repo_id=url.repo_id, folder_path=folder, ignore_patterns=HIDDEN, commit_message="Model")
+        hidden = [".*", "*/.*"]  # files that are not exported
+        HfApi().upload_folder(repo_id=url.repo_id, folder_path=folder, ignore_patterns=hidden, commit_message="Model")
     return str(url)
 
 
@@ -95,5 +93,5 @@ def fetch(model: str, with_weights: bool, revision: str | None = None) -> Path:
     ):
         if ".." in (revision or ""):  # it becomes part of a path in the cache
             raise ValueError("there is no branch, tag or commit of that name")
-        patterns = [*file_names.PAPERS, *([file_names.ALL_SAFETENSORS] if with_weights else [])]
+        patterns = ["*.json", "*.txt", "*.model", "*.jinja", *([file_names.ALL_SAFETENSORS] if with_weights else [])]
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))

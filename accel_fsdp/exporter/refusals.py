@@ -1,5 +1,6 @@
 """The exports that are refused before anything is written, each with its reason."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from accel_fsdp import disks
@@ -22,18 +23,15 @@ WRITTEN = (
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "lm_head.weight", "embed_in.weight", "embed_out.weight")
 
 
-def check_local(options: ExportCommand) -> None:
-    """Refuses addresses, which would be read as folders such as `s3:` on this machine; SRC may be one of a run."""
-    is_checked = options.check or options.list
-    places = {"OUT": options.out, "--model": options.model, **({"SRC": options.src} if is_checked else {})}
+def check_local(places: Mapping[str, Path | str | None]) -> None:
+    """Refuses addresses, which would be read as folders such as `s3:` on this machine."""
     for flag, place in places.items():
-        fix = "give a folder of this machine; to the Hub: --push-to-hub NAME/MODEL"
-        require_local(flag, place, why="an export reads and writes local disks only", fix=fix)
-
-
-def require_local(flag: str, place: Path | str | None, why: str, fix: str) -> None:
-    if (uri := store.uri_of(str(place))) and not Path(str(place)).exists():
-        raise UsageError(f"{flag} is {uri}, which is not a folder of this machine", why=why, fix=fix)
+        if (uri := store.uri_of(str(place))) and not Path(str(place)).exists():
+            raise UsageError(
+                f"{flag} is {uri}, which is not a folder of this machine",
+                why="only `export` reads a run elsewhere, and writes are to local disks",
+                fix="give a folder of this machine; an export to the Hub: --push-to-hub NAME/MODEL",
+            )
 
 
 def check_place(out: Path, checkpoint: CheckpointLocation, force: bool) -> None:

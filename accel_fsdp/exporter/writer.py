@@ -180,8 +180,8 @@ def count_non_finite(numbers: torch.Tensor) -> int:
 
 def tensors_in(folder: Path) -> dict[str, Stored]:
     """The tensors of an exported model or adapter."""
-    paths = [path for path in sorted(folder.iterdir()) if path.suffix in file_names.EXPORTED]
-    of_files = (safetensors_files.of_file(p) if p.suffix == file_names.SAFETENSORS else _of_pth(p) for p in paths)
+    of_files = [safetensors_files.of_file(path) for path in sorted(folder.glob(file_names.ALL_SAFETENSORS))]
+    of_files += map(_of_pth, folder.glob(file_names.TORCH_MODEL))
     return {name: stored for of_file in of_files for name, stored in of_file.items()}
 
 

@@ -194,7 +194,7 @@ class CheckpointWriter(TrainerCallback):  # type: ignore[misc]
         try:
             disks.check_room(
                 folder.parent,
-                completeness.size_bytes(newest),  # the new one will have about the same
+                sum(marker.sizes_of(newest).values()),  # the new one will have about the same
                 f"{folder.name} takes",
                 why="the run would fill the disk",
                 fix="free some space, a lower --save_total_limit, fewer saves (--save_steps), or another --output_dir",

@@ -73,18 +73,15 @@ class Uploads:
     def _work(self) -> None:
         while not self._is_over:
             self.current = None if self._newest is self._stored else self._newest
-            if self.current is not None:
-                self._try(self.current)
+            try:
+                if self.current is not None:
+                    self._upload(self.current)
+            except Exception as error:  # each store has its own library, with its own classes
+                earlier, self._trouble = self._trouble, store.reason(error)
+                if self._trouble != earlier and not isinstance(error, BlockingIOError):
+                    what = f"{self.current.name} can't be uploaded to {self.store.uri}: {self._trouble}"
+                    console.say(f"{what}; training continues, and so do the tries", style="yellow")
             time.sleep(PAUSE_SECONDS)
-
-    def _try(self, checkpoint: Path) -> None:
-        try:
-            self._upload(checkpoint)
-        except Exception as error:  # each store has its own library, with its own classes
-            earlier, self._trouble = self._trouble, store.reason(error)
-            if self._trouble != earlier and not isinstance(error, BlockingIOError):
-                what = f"{checkpoint.name} can't be uploaded to {self.store.uri}: {self._trouble}"
-                console.say(f"{what}; training continues, and so do the tries", style="yellow")
 
     def _upload(self, checkpoint: Path) -> None:
         """Uploads the files of this machine, until a newer checkpoint comes, and then the marker."""
@@ -139,19 +136,16 @@ def fetch_newer(training: "TrainingArguments") -> None:
     Raises:
         UserError: nothing is here and the store can't be reached, or the disk is full. Nothing is left of it then.
     """
-    here = completeness.choose(Path(training.output_dir)).newest
+    output = Path(training.output_dir)
+    here = completeness.choose(output).newest
 
     def fetch(store: Store) -> None:
-        name = store.newest()
-        if not name or (here and file_names.step(name) <= file_names.step(here.name)):
-            return
-        console.say(f"fetching {name} from {store.uri}", style="cyan")
-        try:
-            store.get(name, Path(training.output_dir))
-        except Damaged as damaged:
-            console.say(f"skipped: {damaged.what}", style="yellow")
-            store.unseal(name)
-            fetch(store)
+        while file_names.step(name := store.newest()) > file_names.step(here.name if here else ""):
+            try:
+                return store.get(name, output)
+            except Damaged as damaged:
+                console.say(f"skipped: {damaged.what}", style="yellow")
+                store.unseal(name)
 
     _on_first(training, fetch, f"a newer checkpoint than {here} can't be looked for" if here else "")
 
@@ -165,9 +159,8 @@ def _on_first(training: "TrainingArguments", action: Callable[[Store], None], wh
         return
     failed: list[UserError] = []
     if training.process_index == 0:
-        place = Store(training.checkpoint_uri)
         try:
-            with place.reached():
+            with (place := Store(training.checkpoint_uri)).reached():
                 action(place)
         except UserError as error:
             if when_down and isinstance(error, Unreached):

@@ -34,7 +34,7 @@ from accel_fsdp.checkpoints import (
     discover,
     file_names,
 )
-from accel_fsdp.checkpoints.safe_pickles import unpickle
+from accel_fsdp.checkpoints.dcp import unpickle
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import transformers_probe
 from accel_fsdp.units import GIB
