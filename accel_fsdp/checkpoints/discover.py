@@ -170,20 +170,18 @@ def _ranks(folder: Path) -> CheckpointLocation | None:
 
 def models(checkpoint: CheckpointLocation) -> list[CheckpointLocation]:
     """Each of the models that one `Accelerator.save_state` wrote, in their order; of a single one the checkpoint."""
-    folder, is_folder = checkpoint.folder, checkpoint.weights == checkpoint.folder
-    place = folder / file_names.MODEL if is_folder else checkpoint.weights
+    folder, place = checkpoint.folder, checkpoint.weights
+    place = folder / file_names.MODEL if place == folder else place
     base = re.sub(r"_\d+$", "", place.stem)
     name = re.compile(rf"{re.escape(base)}(?:_(\d+))?{re.escape(place.suffix)}")
-    numbered = {path: match for path in folder.glob(f"{base}*") if (match := name.fullmatch(path.name))}
-    paths = sorted(
-        (path for path in numbered if path.is_dir() == place.is_dir()), key=lambda p: int(numbered[p][1] or 0)
-    )
-    if len(paths) < 2 or not any(folder.glob(f"{file_names.RANDOM_STATES}*")):
+    paths = [path for path in folder.glob(f"{base}*") if path.is_dir() == place.is_dir()]
+    numbered = {int(match[1] or 0): path for path in paths if (match := name.fullmatch(path.name))}
+    if len(numbered) < 2 or not any(folder.glob(f"{file_names.RANDOM_STATES}*")):
         return [checkpoint]
-    optimizers = [folder / f"{file_names.OPTIMIZER}_{numbered[path][1] or 0}" for path in paths]
+    optimizers = {number: folder / f"{file_names.OPTIMIZER}_{number}" for number in numbered}
     return [
-        replace(checkpoint, weights=path, optimizer=optimizer if optimizer.is_dir() else None)
-        for path, optimizer in zip(paths, optimizers, strict=True)
+        replace(checkpoint, weights=path, optimizer=optimizers[number] if optimizers[number].is_dir() else None)
+        for number, path in sorted(numbered.items())
     ]
 
 

@@ -18,7 +18,6 @@ URI = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/+(.+?)/*")
 """A URI, also one that became a path, which has a single slash. A drive of Windows has a single letter."""
 PASSWORD = re.compile(r"://[^/@]*:[^/@]*@|\?")
 """A password before the name of a host, or a signature behind a path."""
-OPTIONS = {protocol: {"auto_mkdir": True} for protocol in ("file", "local")}
 
 
 def uri_of(place: Path | str) -> str:
@@ -59,8 +58,9 @@ class Store:
                 why="logs and run.json would show it",
                 fix="the variables or files of the store's own tools, such as AWS_PROFILE and ~/.aws/credentials",
             )
+        options = {"auto_mkdir": True} if protocol in ("file", "local") else {}
         try:
-            self.files, self.root = fsspec.core.url_to_fs(self.uri or f"{uri}://", **OPTIONS.get(protocol, {}))
+            self.files, self.root = fsspec.core.url_to_fs(self.uri or f"{uri}://", **options)
         except (ImportError, ValueError) as error:
             raise UsageError(
                 f"{uri} is not in a store that fsspec knows.{did_you_mean(protocol, fsspec.available_protocols())}",
@@ -181,8 +181,7 @@ class Store:
             self._get(file_names.DESCRIBED, self.names(file_names.DESCRIBED), run / file_names.DESCRIBED)
 
     def _get(self, name: str, files: list[str], target: Path) -> None:
-        with console.waiting(f"fetching {self.uri}/{name}"):
-            self.files.get([f"{self.root}/{name}/{file}" for file in files], [str(target / file) for file in files])
+        self.files.get([f"{self.root}/{name}/{file}" for file in files], [str(target / file) for file in files])
 
     def _marker(self, name: str, machine: int = 0) -> str:
         return f"{self.root}/{name}/{file_names.MARKER}" + (f".{machine}" if machine else "")

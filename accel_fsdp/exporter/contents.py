@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -132,16 +132,15 @@ def _in_files_layout(tensors: Mapping[str, Stored], description: Description) ->
         content = {name: stored.load() for name, stored in layers[layer].items()}
         return exported_folder.as_saved(description.model, content)
 
+    def load(layer: str, name: str) -> torch.Tensor:
+        return loaded(layer)[name]
+
     sources: dict[str, Stored] = {}
     for layer, group in layers.items():
         blank = {name: torch.empty(s.shape, dtype=s.dtype, device="meta") for name, s in group.items()}
         for name, tensor in exported_folder.as_saved(description.model, blank).items():
-
-            def load(layer: str = layer, name: str = name) -> torch.Tensor:
-                return loaded(layer)[name]
-
-            is_same = blank.get(name) is tensor
-            sources[name] = group[name] if is_same else Stored(tuple(tensor.shape), tensor.dtype, load)
+            converted = Stored(tuple(tensor.shape), tensor.dtype, partial(load, layer, name))
+            sources[name] = group[name] if blank.get(name) is tensor else converted
     if {name: source.shape for name, source in sources.items()} != description.files:
         raise UserError(
             f"the layout of {type(description.model).__name__}'s files can't be made layer by layer",

@@ -165,9 +165,8 @@ def check_settings(settings: Mapping[str, Any], trained_base: bool) -> None:
     """
     if settings.get("peft_type") != "LORA":
         raise _unmergeable(f"of kind {settings.get('peft_type')}")
-    others = {key: value for key, value in settings.items() if key not in KNOWN and value}
-    unknown = [key for key, value in others.items() if (key, value) != ("bias", "none")]
-    if unknown:
+    enabled = [key for key, value in settings.items() if value and (key, value) != ("bias", "none")]
+    if unknown := [key for key in enabled if key not in KNOWN]:
         raise _unmergeable(f"with {unknown[0]}")
     start = settings.get("init_lora_weights", True)
     if start not in HARMLESS and not trained_base:  # its numbers are for a base that isn't in the model's own files

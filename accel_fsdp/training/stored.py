@@ -72,14 +72,14 @@ class Uploads:
 
     def _work(self) -> None:
         while not self._is_over:
-            self.current = None if self._newest is self._stored else self._newest
+            checkpoint = self.current = None if self._newest is self._stored else self._newest
             try:
-                if self.current is not None:
-                    self._upload(self.current)
+                if checkpoint is not None:
+                    self._upload(checkpoint)
             except Exception as error:  # each store has its own library, with its own classes
                 earlier, self._trouble = self._trouble, store.reason(error)
-                if self._trouble != earlier and not isinstance(error, BlockingIOError):
-                    what = f"{self.current.name} can't be uploaded to {self.store.uri}: {self._trouble}"
+                if checkpoint and self._trouble != earlier and not isinstance(error, BlockingIOError):
+                    what = f"{checkpoint.name} can't be uploaded to {self.store.uri}: {self._trouble}"
                     console.say(f"{what}; training continues, and so do the tries", style="yellow")
             time.sleep(PAUSE_SECONDS)
 
