@@ -1,7 +1,6 @@
 from . import completeness as completeness
 from . import dcp as dcp
 from . import deepspeed as deepspeed
-from . import deepspeed_files as deepspeed_files
 from . import discover as discover
 from . import file_names as file_names
 from . import marker as marker

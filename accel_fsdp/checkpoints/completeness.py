@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp import atomic_files, untrusted_files
-from accel_fsdp.checkpoints import deepspeed_files, file_names, marker
+from accel_fsdp.checkpoints import file_names, marker
 from accel_fsdp.errors import UserError
 
 ITS_END = "its end"
@@ -156,16 +156,15 @@ def _is_of_trainer(folder: Path) -> bool:
 def lacking_to_resume(checkpoint: Path) -> list[str]:
     """The missing parts that Trainer would reset; DeepSpeed keeps all of them in a separate folder."""
     if by_deepspeed(checkpoint):
-        folder = checkpoint / (deepspeed_files.latest(checkpoint) or "")
+        folder = checkpoint / (deepspeed_latest(checkpoint) or "")
         return [] if any(folder.glob(file_names.ZERO_MODELS)) else ["model weights"]
     names = [path.name for path in checkpoint.iterdir() if path.resolve().is_relative_to(checkpoint.resolve())]
     has_weights = bool(state_dict_type(checkpoint)) or any(
         Path(name).suffix in file_names.WEIGHTS and not name.startswith(file_names.STATE) for name in names
     )
-    has_optimizer = any(name.startswith(file_names.OPTIMIZER) for name in names)
     parts = {
         "model weights": has_weights,
-        "optimizer state": has_optimizer,
+        "optimizer state": any(name.startswith(file_names.OPTIMIZER) for name in names),
         f"schedule ({file_names.SCHEDULER})": file_names.SCHEDULER in names,
     }
     return [part for part, is_there in parts.items() if not is_there]
@@ -173,6 +172,13 @@ def lacking_to_resume(checkpoint: Path) -> list[str]:
 
 def by_deepspeed(checkpoint: Path) -> bool:
     return (checkpoint / file_names.LATEST).is_file()
+
+
+def deepspeed_latest(checkpoint: Path) -> str | None:
+    """The folder that DeepSpeed's file `latest` names; None without such a file: `latest` may link to a checkpoint."""
+    path = checkpoint / file_names.LATEST
+    content = None if path.is_dir() else untrusted_files.read_bytes(path)
+    return None if content is None else content.decode(errors="replace").strip()
 
 
 def state_dict_type(checkpoint: Path) -> str:

@@ -50,27 +50,15 @@ ADMITTED: Mapping[str, Any] = {
 
 
 class _Reader(pickle.Unpickler):
-    def __init__(self, content: bytes, admitted: Mapping[str, Any], path: Path) -> None:
+    def __init__(self, content: bytes, path: Path) -> None:
         super().__init__(io.BytesIO(content))
-        self.admitted, self.path = admitted, path
+        self.path = path
 
     def find_class(self, module: str, name: str) -> Any:
         full_name = f"{'builtins' if module == '__builtin__' else module}.{name}"
-        if full_name not in self.admitted:
+        if full_name not in ADMITTED:
             raise names_code(self.path, full_name)
-        return self.admitted[full_name]
-
-
-def unpickle(content: bytes, admitted: Mapping[str, Any], path: Path) -> Any:
-    """The object in a pickle of admitted names, with what they are mapped to.
-
-    Raises:
-        UserError: it holds another name, or is damaged.
-    """
-    try:
-        return _Reader(content, admitted, path).load()
-    except ERRORS as error:
-        raise broken(path, f"is damaged: {type(error).__name__} in its pickle") from error
+        return ADMITTED[full_name]
 
 
 def _load(path: Path, start: int, length: int) -> Any:
@@ -114,11 +102,14 @@ def unpickled(content: bytes | None, path: Path) -> Any:
     """The content of a `.metadata` file, as inert values.
 
     Raises:
-        UserError: it is missing, or names other types than DCP's.
+        UserError: it is missing or damaged, or names other types than DCP's.
     """
     if content is None:
         raise broken(path, "is missing")
-    metadata = unpickle(content, ADMITTED, path)
+    try:
+        metadata = _Reader(content, path).load()
+    except ERRORS as error:
+        raise broken(path, f"is damaged: {type(error).__name__} in its pickle") from error
     if not isinstance(metadata, Inert) or not isinstance(metadata.state, dict):
         raise broken(path, "is damaged: it lists no tensors")
     return metadata

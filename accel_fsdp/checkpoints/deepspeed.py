@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accel_fsdp.checkpoints import deepspeed_files, file_names, saved_files
-from accel_fsdp.checkpoints.deepspeed_files import numbers
+from accel_fsdp.checkpoints import file_names, saved_files
 from accel_fsdp.checkpoints.saved_files import ERRORS, SavedFile
 from accel_fsdp.checkpoints.stored import Stored
 from accel_fsdp.errors import UserError
@@ -47,7 +46,7 @@ def read(folder: Path, optimizer_too: bool = False) -> Paths:
     With `optimizer_too` also the optimizer's state, whose paths begin as in the nested state dict of other checkpoints.
     """
     model, optimizer = (
-        [SavedFile(path) for path in sorted(folder.glob(pattern), key=lambda path: numbers(path.name))]
+        [SavedFile(path) for path in sorted(folder.glob(pattern), key=lambda path: file_names.numbers(path.name))]
         for pattern in (file_names.ZERO_MODELS, file_names.ZERO_OPTIMIZERS)
     )
     if not model or not optimizer:
@@ -140,13 +139,22 @@ def groups(folder: Path) -> list[dict[str, Any]]:
         shapes = saved_files.load(min(folder.glob(file_names.ZERO_MODELS)))["param_shapes"]
         state = saved_files.load(min(folder.glob(file_names.ZERO_OPTIMIZERS)))[STATE]
         if state.get("dynamic_loss_scale"):
-            raise deepspeed_files.scaled(folder)
+            raise scaled(folder)
         stored = (state[INNER_3] if FLAT_3 in state else state.get(INNER_2, state))["param_groups"]
         return [
             {**group, "params": [name for number in group["params"] for name in shapes[number]]} for group in stored
         ]
     except ERRORS as error:
         raise _not_laid_out(folder, error) from error
+
+
+def scaled(folder: Path) -> UserError:
+    """The error for a checkpoint of fp16 that is to become one of another engine."""
+    return UserError(
+        f"{folder} is of fp16",
+        why="engines scale its loss in different ways, and the scale would be lost",
+        fix="resume it under its own engine, or train in bf16",
+    )
 
 
 def _laid_out(

@@ -8,14 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from accel_fsdp import untrusted_files
-from accel_fsdp.checkpoints import (
-    completeness,
-    deepspeed_files,
-    file_names,
-    marker,
-    safetensors_header,
-    tensor_names,
-)
+from accel_fsdp.checkpoints import completeness, file_names, marker, safetensors_header, tensor_names
 from accel_fsdp.errors import UserError
 
 CheckpointKind = Literal["sharded (DCP)", "FSDP full", "safetensors", "adapter", "ZeRO", "files of ranks", "torch.save"]
@@ -147,13 +140,31 @@ def _file(kind: CheckpointKind, path: Path, *missing: str) -> CheckpointLocation
 
 
 def _zero(folder: Path) -> CheckpointLocation | None:
-    place = deepspeed_files.folder_of(folder)
+    place = _zero_folder(folder)
     if place is None:
         return None
     needed = (file_names.ZERO_MODELS, file_names.ZERO_OPTIMIZERS)
     missing = [f"{place.name}/{name}" for name in needed if not any(place.glob(name))]
-    outer = folder.parent if place == folder and deepspeed_files.is_inner(folder) else folder
+    is_inner = folder.name.startswith(file_names.GLOBAL_STEP)
+    is_inner = is_inner or completeness.deepspeed_latest(folder.parent) == folder.name
+    outer = folder.parent if place == folder and is_inner else folder
     return CheckpointLocation("ZeRO", outer, place, tuple(missing))
+
+
+def _zero_folder(checkpoint: Path) -> Path | None:
+    """The folder of the ranks' files: the one that `latest` names, else the highest `global_stepN`; None without one.
+
+    `Accelerator.save_state` names it `pytorch_model`, Trainer `global_stepN`.
+    """
+    if any(checkpoint.glob(file_names.ZERO_OPTIMIZERS)):
+        return checkpoint
+    name = completeness.deepspeed_latest(checkpoint)
+    if name and Path(name).name == name and any((checkpoint / name).glob(file_names.ZERO_OPTIMIZERS)):
+        return checkpoint / name
+    steps = list(checkpoint.glob(f"{file_names.GLOBAL_STEP}*"))  # verl names its own so
+    whole = [path for path in steps if any(path.glob(file_names.ZERO_OPTIMIZERS))]
+    parts = [path for path in steps if any(path.glob(file_names.ZERO_MODELS))]
+    return max(whole or parts, key=lambda path: file_names.numbers(path.name), default=None)
 
 
 def _ranks(folder: Path) -> CheckpointLocation | None:
@@ -246,15 +257,11 @@ def find(path: Path) -> tuple[CheckpointLocation, list[CheckpointLocation]]:
             why="it is half-written, or its other half is on another machine",
             fix="take an older checkpoint; on several machines train to a shared disk",
         )
-    _check_links(complete[-1], place if place.is_dir() else place.parent)
-    return complete[-1], checkpoints[checkpoints.index(complete[-1]) + 1 :]
-
-
-def _check_links(checkpoint: CheckpointLocation, given_path: Path) -> None:
-    """Refuses links in a checkpoint that lead out of the path that the user named."""
-    for part in (checkpoint.folder, checkpoint.weights, checkpoint.optimizer):
-        if part is not None and part.is_relative_to(given_path):
-            untrusted_files.check_folder(part, given_path)
+    newest, named = complete[-1], place if place.is_dir() else place.parent
+    for part in (newest.folder, newest.weights, newest.optimizer):
+        if part is not None and part.is_relative_to(named):  # no link in it leads out of what the user named
+            untrusted_files.check_folder(part, named)
+    return newest, checkpoints[checkpoints.index(newest) + 1 :]
 
 
 def _checked_path(path: Path) -> Path:

@@ -87,8 +87,6 @@ REPORT = "export.json"
 """This project's exports: the checks that passed. A run's folder never counts as the export inside it."""
 RUN = "run.json"
 """This project's runs: the account of the run."""
-PROFILE = "profile"
-"""This project's runs: the folder of the traces of profiled steps."""
 DESCRIBED, FINAL = "model", "final"
 """Folders of this project's runs: the model that is trained, described before the first step and never what was
 trained; and the result."""
@@ -125,6 +123,10 @@ def is_exported(name: str) -> bool:
 def rng_state(rank: int, ranks: int) -> str:
     """Trainer: the file of a rank's random states, which has no number where there is one rank."""
     return f"{RNG_STATE}_{rank}.pth" if ranks > 1 else f"{RNG_STATE}.pth"
+
+
+def numbers(name: str) -> list[int]:
+    return [int(digits) for digits in re.findall(r"\d+", name)]
 
 
 def step(name: str) -> int:

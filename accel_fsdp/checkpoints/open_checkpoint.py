@@ -6,9 +6,9 @@ from pathlib import Path
 
 from accel_fsdp import untrusted_files
 from accel_fsdp.checkpoints import (
+    completeness,
     dcp,
     deepspeed,
-    deepspeed_files,
     file_names,
     rank_files,
     safetensors_files,
@@ -50,7 +50,21 @@ def read(place: CheckpointLocation, optimizer: bool = False, shapes: Shapes | No
     Raises:
         UserError: a file is missing, damaged or not to be trusted, there is no tensor, or there are several adapters.
     """
-    weights = _read(place, optimizer, shapes)
+    if place.kind == "safetensors":
+        state = _full_optimizer(place) if optimizer else {}
+        tensors = safetensors_files.of_place(place.weights)
+        weights = Weights(tensors, optimizer=split(state).optimizer, filed=True)
+    elif place.kind == "adapter":
+        weights = Weights({}, safetensors_files.of_file(place.weights))
+    elif place.kind == "ZeRO":
+        weights = split(deepspeed.read(place.weights, optimizer))
+    elif place.kind == "files of ranks":
+        weights = split(rank_files.read(place.weights, shapes))
+    elif place.kind == "sharded (DCP)":
+        optimizer_state = dcp.read(place.optimizer) if optimizer and place.optimizer else {}
+        weights = split(dcp.read(place.weights) | optimizer_state)
+    else:
+        weights = split(saved_files.tensors(place.weights) | (_full_optimizer(place) if optimizer else {}))
     if not weights.tensors and not weights.adapter:
         raise UserError(
             f"{place.weights} holds no tensor of a model",
@@ -58,25 +72,6 @@ def read(place: CheckpointLocation, optimizer: bool = False, shapes: Shapes | No
             fix="take another checkpoint; PEFT 0.21 alone saves empty adapters under FSDP1",
         )
     return weights
-
-
-def _read(checkpoint: CheckpointLocation, optimizer: bool, shapes: Shapes | None) -> Weights:
-    if checkpoint.kind == "safetensors":
-        state = _full_optimizer(checkpoint) if optimizer else {}
-        tensors = safetensors_files.of_place(checkpoint.weights)
-        return Weights(tensors, optimizer=split(state).optimizer, filed=True)
-    if checkpoint.kind == "adapter":
-        return Weights({}, safetensors_files.of_file(checkpoint.weights))
-    if checkpoint.kind == "ZeRO":
-        return split(deepspeed.read(checkpoint.weights, optimizer))
-    if checkpoint.kind == "files of ranks":
-        return split(rank_files.read(checkpoint.weights, shapes))
-    if checkpoint.kind == "sharded (DCP)":
-        paths = dcp.read(checkpoint.weights)
-        if optimizer and checkpoint.optimizer:
-            paths |= dcp.read(checkpoint.optimizer)
-        return split(paths)
-    return split(saved_files.tensors(checkpoint.weights) | (_full_optimizer(checkpoint) if optimizer else {}))
 
 
 def _full_optimizer(checkpoint: CheckpointLocation) -> dict[tuple[str, ...], Stored]:
@@ -135,7 +130,7 @@ def refusal(checkpoint: Path, part: int = 0, of: int = 1) -> UserError | None:
     the work. Weights and optimizer states in single files are left out: torch itself loads them as tensors alone.
     """
     try:
-        latest = deepspeed_files.latest(checkpoint)
+        latest = completeness.deepspeed_latest(checkpoint)
         if latest is not None:  # DeepSpeed would follow it out of the checkpoint
             untrusted_files.inside(checkpoint, latest, file_names.LATEST)
         metadata = [path for place in ("", "*/") for path in checkpoint.glob(f"{place}*{file_names.DCP_METADATA}")]

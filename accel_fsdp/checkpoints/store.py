@@ -6,7 +6,6 @@ are there, as in a folder here.
 
 import contextlib
 import re
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -138,12 +137,11 @@ class Store:
         Raises:
             BlockingIOError: another machine has not uploaded its files.
         """
-        name, content = checkpoint.name, marker.content_of(checkpoint)
-        others = range(1, machines)
-        if machine == 0 and any(self.marker_of(name, other) != content for other in others):
+        name, content, others = checkpoint.name, marker.content_of(checkpoint), range(1, 1 if machine else machines)
+        if any(self.marker_of(name, other) != content for other in others):
             raise BlockingIOError("another machine has not uploaded its files")
         self.files.pipe_file(self._marker(name, machine), content)
-        if machine == 0 and others:
+        if others:
             self.files.rm([self._marker(name, other) for other in others])
 
     def retire(self, keep: int | None, best: str | None) -> None:
@@ -185,24 +183,3 @@ class Store:
 
     def _marker(self, name: str, machine: int = 0) -> str:
         return f"{self.root}/{name}/{file_names.MARKER}" + (f".{machine}" if machine else "")
-
-
-@contextlib.contextmanager
-def fetched(place: Path, beside: Path, needed: Callable[[str], bool]) -> Iterator[Path]:
-    """`place` itself, or for a URI a temporary copy of that checkpoint's `needed` files in the folder of `beside`.
-
-    Of a run's URI the newest complete checkpoint is taken. The description of the model comes along.
-
-    Raises:
-        UserError: there is none, it isn't complete, or the store can't be reached.
-    """
-    if not (uri := uri_of(place)):
-        yield place
-        return
-    run, _, name = uri.rpartition("/")
-    store = Store(run if file_names.step(name) >= 0 else uri)
-    with tempfile.TemporaryDirectory(prefix=".fetched-", dir=atomic_files.existing_part(beside.parent)) as folder:
-        with store.reached():
-            name = name if store.uri == run else store.newest()
-            store.get(name, Path(folder), needed)
-        yield Path(folder, name)

@@ -13,7 +13,7 @@ from accel_fsdp.checkpoints import (
     CheckpointLocation,
     Origin,
     completeness,
-    deepspeed_files,
+    deepspeed,
     discover,
     file_names,
     marker,
@@ -117,7 +117,7 @@ def _check(checkpoint: CheckpointLocation) -> None:
     if refused := open_checkpoint.refusal(folder):
         raise refused
     if any(folder.glob(f"{file_names.SCALER}*")):
-        raise deepspeed_files.scaled(folder)
+        raise deepspeed.scaled(folder)
     has_step = completeness.step_of(folder) > 0
     if not has_step or not (folder / file_names.SCHEDULER).is_file():
         raise UserError(

@@ -2,20 +2,17 @@
 
 import json
 import re
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from accel_fsdp import atomic_files, console, untrusted_files
-from accel_fsdp.checkpoints import (
-    CheckpointLocation,
-    discover,
-    file_names,
-    open_checkpoint,
-    store,
-)
+from accel_fsdp.checkpoints import CheckpointLocation, Store, discover, file_names, open_checkpoint, store
 from accel_fsdp.config import DTYPES
 from accel_fsdp.errors import UsageError, UserError, nearest
 from accel_fsdp.exporter import (
@@ -88,7 +85,7 @@ def exported(options: ExportCommand) -> ExportReport:
         raise UsageError("no OUT given", why="there is nowhere to write", fix="accel-fsdp export SRC OUT")
     out = options.out.resolve()
     try:
-        with store.fetched(options.src, out, file_names.is_exported) as src:
+        with _fetched(options.src, out) as src:
             checkpoint, newer = discover.find(src)
             for path in newer:
                 console.say(f"passed over: {path}", style="yellow")
@@ -99,6 +96,22 @@ def exported(options: ExportCommand) -> ExportReport:
             return _export(options, out, checkpoint)
     except OSError as error:
         raise _disk_error(out, error) from error
+
+
+@contextmanager
+def _fetched(src: Path, out: Path) -> Iterator[Path]:
+    """SRC itself, or for a URI a temporary copy beside OUT of that checkpoint, or of a run's newest complete one."""
+    if not (uri := store.uri_of(src)):
+        yield src
+        return
+    run, _, name = uri.rpartition("/")
+    is_run = file_names.step(name) < 0
+    place = Store(uri if is_run else run)
+    with tempfile.TemporaryDirectory(prefix=".fetched-", dir=atomic_files.existing_part(out.parent)) as folder:
+        with place.reached():
+            name = place.newest() if is_run else name
+            place.get(name, Path(folder), file_names.is_exported)
+        yield Path(folder, name)
 
 
 def _one_model(checkpoint: CheckpointLocation, options: ExportCommand) -> CheckpointLocation:
@@ -147,13 +160,13 @@ def _export(options: ExportCommand, out: Path, checkpoint: CheckpointLocation) -
     companions = companion_files.find(checkpoint, options.model, options.merge_adapter)
     refusals.check_model(out, companions, checkpoint)
     dtype = options.dtype or companions.dtype
-    description, unknown = _described(options, companions, dtype)
+    description = _described(options, companions, dtype)
     weights = open_checkpoint.read(checkpoint, shapes=description.memory if description else None)
-    is_adapter, loads = bool(weights.adapter) and not options.merge_adapter, options.verify == "load"
-    loads = loads and options.format != "pth"
+    is_adapter = bool(weights.adapter) and not options.merge_adapter
+    loads = options.verify == "load" and options.format != "pth"
     refusals.check_weights(options, weights, companions)
     if is_adapter:
-        dtype, unknown = options.dtype, ""
+        dtype = options.dtype
         if loads:
             merge_lora.check_saved(weights.adapter, merge_lora.adapted(companions.settings, companions.folder))
         outputs = contents.named(weights.adapter, _torch_dtype(dtype))
@@ -178,20 +191,20 @@ def _export(options: ExportCommand, out: Path, checkpoint: CheckpointLocation) -
         elif loads:
             transformers_probe.loads(folder)
             report = report.proven("names, shapes and ties are the config's, and from_pretrained loads all of it")
-        if unknown:
-            console.say(f"names and ties are taken from the checkpoint: {unknown}", style="yellow")
+        if description is None and not is_adapter:
+            console.say("names and ties are taken from the checkpoint: transformers has no such model", style="yellow")
         report.save(folder)
     return replace(report, seconds=round(time.monotonic() - started, 3))
 
 
-def _described(options: ExportCommand, companions: CompanionFiles, dtype: str | None) -> tuple[Description | None, str]:
+def _described(options: ExportCommand, companions: CompanionFiles, dtype: str | None) -> Description | None:
     """transformers' description of the model's files; under --verify bytes None if only its own code has it."""
     try:
-        return transformers_probe.describe(companions.folder, _torch_dtype(dtype)), ""
+        return transformers_probe.describe(companions.folder, _torch_dtype(dtype))
     except remote_code.NeedsCode:
         if options.verify != "bytes" or options.merge_adapter:
             raise
-        return None, "transformers has no such model"
+        return None
 
 
 def _torch_dtype(name: str | None) -> torch.dtype | None:

@@ -19,8 +19,6 @@ from accel_fsdp.units import first_few
 LAYER = re.compile(r"^.*?\.\d+\.")
 BUFFERS = ("inv_freq", "position_ids", "attn.bias", "attn.masked_bias", "masked_bias")
 """Buffers that models used to save and now compute."""
-EXPONENTS = frozenset({torch.float8_e8m0fnu})
-"""Dtypes whose numbers scale others, and aren't cast."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ def named(
     """The tensors as they are written: floating-point numbers in `dtype`, or in that of `wider`."""
     outputs = []
     for name, tensor in tensors.items():
-        is_cast = tensor.dtype.is_floating_point and tensor.dtype not in EXPONENTS
+        is_cast = tensor.dtype.is_floating_point and tensor.dtype != torch.float8_e8m0fnu  # exponents that scale others
         asked = (wider or {}).get(name, dtype) if is_cast else None
         outputs.append(Output(name, asked or tensor.dtype, tensor))
     return outputs

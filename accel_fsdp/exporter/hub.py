@@ -57,12 +57,10 @@ def push(folder: Path, repository: str, private: bool) -> str:
     """Makes the repository if need be, and uploads all files; returns its address.
 
     Raises:
-        UsageError: the repository's name is invalid. UserError: a file is a link out of the folder; or the hub refuses
-        them or can't be reached. The folder stays.
+        UserError: a file is a link out of the folder; or the hub refuses them or can't be reached. The folder stays.
     """
     from huggingface_hub import HfApi
 
-    check_name(repository)
     for path in (path for path in sorted(folder.rglob("*")) if not path.is_dir()):
         # the hub's library would follow any link, and wait for pipes
         untrusted_files.check(path, within=folder)

@@ -19,25 +19,21 @@ from accel_fsdp.models import first_line, remote_code
 if TYPE_CHECKING:
     from peft import PeftModel
 
-KNOWN = frozenset(
-    {
-        *("peft_type", "peft_version", "task_type", "base_model_name_or_path", "revision", "auto_mapping"),
-        *("inference_mode", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"),
-        *("fan_in_fan_out", "lora_dropout", "init_lora_weights", "target_modules", "exclude_modules"),
-        *("modules_to_save", "layers_to_transform", "layers_pattern", "trainable_token_indices"),
-        *("runtime_config", "megatron_core", "qalora_group_size"),
-        *("eva_config", "corda_config", "lora_ga_config", "loftq_config"),  # settings of initialisations: see HARMLESS
-    }
+KNOWN = (
+    *("peft_type", "peft_version", "task_type", "base_model_name_or_path", "revision", "auto_mapping"),
+    *("inference_mode", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"),
+    *("fan_in_fan_out", "lora_dropout", "init_lora_weights", "target_modules", "exclude_modules"),
+    *("modules_to_save", "layers_to_transform", "layers_pattern", "trainable_token_indices"),
+    *("runtime_config", "megatron_core", "qalora_group_size"),
+    *("eva_config", "corda_config", "lora_ga_config", "loftq_config"),  # settings of initialisations: see HARMLESS
 )
 """The settings of LoRA that are merged here, or that don't change a merge. Any other enabled setting is refused."""
 HARMLESS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 """Initialisations that leave the base as it was."""
 
-ELSEWHERE = frozenset(
-    {
-        *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "monteclora_config"),
-        *("megatron_config", "megatron_core", "runtime_config", "auto_mapping", "base_model_name_or_path", "revision"),
-    }
+ELSEWHERE = (
+    *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "monteclora_config"),
+    *("megatron_config", "megatron_core", "runtime_config", "auto_mapping", "base_model_name_or_path", "revision"),
 )
 """Settings of an adapter's first weights, and of where its code and its base are."""
 

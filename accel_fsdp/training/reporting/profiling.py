@@ -10,7 +10,6 @@ from torch.profiler import profile
 from transformers import TrainerCallback, TrainerState
 
 from accel_fsdp import atomic_files, console
-from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import UsageError, in_a_line
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.training.reporting.progress import Tally
@@ -35,7 +34,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, args: Any, tally: Tally) -> None:
         self.steps, self.tally = steps_of(args.profile_steps), tally
-        self.folder, self.rank = Path(args.output_dir) / file_names.PROFILE, int(args.process_index)
+        self.folder, self.rank = Path(args.output_dir) / "profile", int(args.process_index)
         self.on_gpu = args.device.type == "cuda"
         self.profiler: profile | None = None
 
