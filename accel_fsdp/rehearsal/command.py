@@ -149,8 +149,8 @@ def _check(options: RehearseCommand, launcher: Rehearsed, words: tuple[str, ...]
         return "no errors"
     script_flags = ["--script", str(options.script)] if options.script is not None else []
     command = shlex.join(["accel-fsdp", "check", *(["--model", model] if model else []), *script_flags, str(file)])
-    first = f"{warnings[0].code}: {joined(warnings[0].what, warnings[0].why)}"
-    return f"no errors, {counted(len(warnings), 'warning')}: {first} ({command})"
+    shown = f"{warnings[0].code}: {joined(warnings[0].what, warnings[0].why)}"
+    return f"no errors, {counted(len(warnings), 'warning')}: {shown} ({command})"
 
 
 def _step_result(name: str, action: Action) -> StepResult:
