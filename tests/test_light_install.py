@@ -121,7 +121,7 @@ def test_a_plan_says_what_it_cannot_count(light: Any, tmp_path: Path) -> None:
 def test_a_dry_launch_shows_the_command_and_says_what_shows_the_rest(light: Any) -> None:
     finished = light("launch", "--dry-run", YAML, SFT, "--max_steps", "3")
     header, *lines = finished.output.strip().splitlines()
-    assert (finished.code, header.startswith("arguments: from the header of ")) == (0, True)
+    assert (finished.code, header.startswith("arguments: those given, and the others from ")) == (0, True)
     assert lines[0] in accel_fsdp("launch", "--dry-run", YAML, SFT, "--max_steps", "3").output.splitlines()
     assert "Accelerate's parser was skipped" in lines[1]
     assert TRAIN in " ".join(lines[1:])

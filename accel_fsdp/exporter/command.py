@@ -18,6 +18,7 @@ from accel_fsdp.errors import UsageError, UserError, nearest
 from accel_fsdp.exporter import (
     companion_files,
     contents,
+    exported_folder,
     hub,
     merge_lora,
     refusals,
@@ -173,6 +174,9 @@ def _export(options: ExportCommand, out: Path, checkpoint: CheckpointLocation) -
     else:
         planner = Planner(weights, companions, _torch_dtype(dtype))
         outputs = (planner.merged(description) if options.merge_adapter else planner).outputs(description)
+    cast = {output.source.dtype for output in outputs if output.dtype != output.source.dtype}
+    if options.dtype is None and (rounding := exported_folder.rounding(cast, _torch_dtype(dtype))):
+        console.say(f"{rounding}, the config's dtype; --dtype {rounding.trained} keeps them", style="yellow")
     with atomic_files.replaced_folder(out, sync=not options.no_sync) as folder:
         total = sum(output.size_bytes for output in outputs)
         refusals.check_space(out, total, wide=any(output.dtype.itemsize >= 4 for output in outputs))

@@ -70,7 +70,7 @@ def expected_tensors(
     blueprint = _meta_state_dict(model, trained_as)
     gathered_bytes = sum(tensor.numel() * tensor.element_size() for tensor in blueprint.values())
     casts = {} if saved_as is None else dict.fromkeys(_castable(model, blueprint, saved_as), saved_as)
-    rounding = _rounding({blueprint[name].dtype for name in casts}, saved_as)
+    rounds = rounding({blueprint[name].dtype for name in casts}, saved_as)
     for name, dtype in casts.items():
         blueprint[name] = torch.empty_like(blueprint[name], dtype=dtype)
     is_adapter = isinstance(model, PeftModel)
@@ -80,10 +80,10 @@ def expected_tensors(
     else:
         saved = as_saved(model, without_tied_copies(blueprint, ties))
     specs = {name: Spec(tuple(t.shape), DTYPES[str(t.dtype).removeprefix("torch.")]) for name, t in saved.items()}
-    return Expected(specs, ties, casts, gathered_bytes, rounding)
+    return Expected(specs, ties, casts, gathered_bytes, rounds)
 
 
-def _rounding(trained: "set[torch.dtype]", saved: "torch.dtype | None") -> Rounding | None:
+def rounding(trained: "set[torch.dtype]", saved: "torch.dtype | None") -> Rounding | None:
     """Whether a cast to `saved` loses digits or range of one of these dtypes."""
     import torch
 

@@ -63,6 +63,13 @@ def test_verls_files_are_the_gathered_model(ranks: int, tmp_path: Path) -> None:
     refused(r"run holds no checkpoint itself", step.parent, tmp_path / "other")  # not DeepSpeed's, in spite of its name
 
 
+def test_weights_that_are_rounded_to_the_configs_dtype_are_told(tmp_path: Path) -> None:
+    model = llama()
+    model.config.dtype = torch.bfloat16
+    shown = here("export", verl(tmp_path / "actor", model, 2), tmp_path / "out").output
+    assert "float32 weights rounded to bfloat16, the config's dtype; --dtype float32 keeps them" in shown
+
+
 def test_replicas_are_taken_once(tmp_path: Path) -> None:
     model = llama()
     folder = verl(tmp_path / "actor", model, 6, (2, 3), [Replicate(), Shard(0)])
