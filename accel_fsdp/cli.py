@@ -195,7 +195,7 @@ def _launch(options: Any, script_args: tuple[str, ...]) -> int:
         )
     job, document = read_config(options.file)
     script_args = linter.completed(options.file, job.source, options.script, script_args)
-    if note := header.missing_here("", script_args):
+    if note := header.missing_here(script_args):
         console.say(note, style="yellow", wrap=True)
     flags = {name: getattr(options, name) for name in place.FLAGS}
     here = place.settle(place.now(), flags, job.values, str(options.file))

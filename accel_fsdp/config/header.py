@@ -73,26 +73,26 @@ def with_header(text: str, lines: list[str]) -> str:
 
 def sft_line(text: str) -> str:
     """The launch command in our header; empty without one, or if it doesn't run train/sft.py."""
-    words = _launch_words(text)
+    words = launch_words(text)
     return shlex.join(words) if SCRIPT in words else ""
 
 
 def script_arguments(text: str) -> tuple[str, ...]:
     """The script's arguments in the launch command of our header; empty without one."""
-    words = _launch_words(text)
+    words = launch_words(text)
     return tuple(words[words.index(SCRIPT) + 1 :] if SCRIPT in words else ())
 
 
-def missing_here(text: str, words: Sequence[str] = ()) -> str:
-    """A note on files of our header's launch command, or of `words`, that this folder lacks; empty if it has them."""
-    words = words or _launch_words(text)
+def missing_here(words: Sequence[str]) -> str:
+    """A note on the files of a launch command of our headers that this folder lacks; empty if it has them."""
     missing = [name for name in IN_A_CLONE if name in words and not Path(name).exists()]
     if not missing:
         return ""
     return "note: " + "; ".join(f"{name} is not in this folder: {IN_A_CLONE[name]}" for name in missing)
 
 
-def _launch_words(text: str) -> list[str]:
+def launch_words(text: str) -> list[str]:
+    """The launch command in our header; empty without one."""
     lines = text.splitlines()
     first = lines.index(LAUNCH) + 1 if LAUNCH in lines else len(lines)
     return _words_in(lines[first]) if first < len(lines) else []

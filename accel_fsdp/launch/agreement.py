@@ -27,6 +27,8 @@ OWN_ARGUMENTS = re.compile(
 """Arguments that may differ between machines: places, logs, trackers, how fast data are read, how long to wait."""
 SECRET = re.compile(r"(?i)token|(.*[._])?((hub|hf|auth|access|api)[._]?(token|key)|password|secret)")
 """Arguments that are neither compared nor shown."""
+MAYBE_SECRET = re.compile(r"(?i)(.*[._])?(token|key|secret|password)")
+"""Arguments whose values are compared, but not shown."""
 WORD = re.compile(r"(--?[A-Za-z][\w.-]*|[A-Za-z_+][\w./@]*(?==))(=|\Z)")
 """The beginning of a word that names an argument: `--flag`, `--flag=value` or `name=value`."""
 MAY_DIFFER = "ACCEL_FSDP_MAY_DIFFER"
@@ -75,7 +77,9 @@ def _name(flag: str) -> str:
 
 
 def _text(name: str, value: object) -> str:
-    """A value as other machines may print it: of a config file the digest, of a path the last part."""
+    """A value as other machines may print it: of a secret and a config file the digest, of a path the last part."""
+    if MAYBE_SECRET.fullmatch(name):
+        return f"digest {digest_of(str(value).encode())}"
     if name.endswith("_CONFIG_FILE"):
         return digest_of(Path(str(value)))
     return re.sub(r"(?<![^\s,])(~|\.{0,2})/([^\s,]*/)?(?=[^\s,])", "", str(value))

@@ -176,7 +176,7 @@ def _write(flags: PlanCommand, report: PlanReport) -> None:
     if flags.output and (text := report.yaml()):
         atomic_files.write_text(flags.output, text)
         console.say(f"written: {flags.output}")
-        if note := header.missing_here(text):
+        if note := header.missing_here(header.launch_words(text)):
             console.say(note, style="yellow", wrap=True)
     elif flags.output:
         note = ", and the existing file is older" if atomic_files.is_taken(flags.output) else ""

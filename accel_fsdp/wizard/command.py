@@ -154,7 +154,7 @@ class Review:
         """Writes the file and prints the command that uses it; returns 0. A meaning is lost only by force."""
         if self.original and not self.force and any(change.breaks for change in changes):
             raise _refusal(self.original.path, answers.engine, changes)
-        if note := header.missing_here(text):
+        if note := header.missing_here(header.launch_words(text)):
             _warn((note,))
         if str(self.output) == "-":
             console.put(text.rstrip(), lines=True)

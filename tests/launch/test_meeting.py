@@ -10,7 +10,7 @@ import hosts
 import pytest
 from conftest import ROOT, made_yaml
 
-from accel_fsdp.launch.agreement import MAY_DIFFER, difference
+from accel_fsdp.launch.agreement import MAY_DIFFER, difference, of_arguments
 
 pytestmark = pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing())
 PORT, SECONDS = "29431", 120
@@ -148,3 +148,10 @@ def test_one_setting_that_differs_is_enough() -> None:
     ]  # fmt: skip
     members[3][1][MAY_DIFFER] = "rows, --seed"
     assert difference(members) is None
+
+
+def test_what_may_be_a_secret_is_compared_and_not_shown() -> None:
+    settings = of_arguments({"openai_key": "sk-1", "hub_token": "hf-1", "eos_token": "<end>"})
+    assert settings.keys() == {"openai_key", "eos_token"}
+    assert settings != of_arguments({"openai_key": "sk-2", "eos_token": "<end>"})
+    assert "sk-1" not in str(settings)

@@ -44,7 +44,7 @@ def write(options: ScriptCommand, script_args: tuple[str, ...]) -> int:
     _check_flags(options)
     config, document = read_config(options.file)
     script_args = completed(options.file, config.source, options.script, script_args)
-    if note := header.missing_here("", script_args):
+    if note := header.missing_here(script_args):
         console.say(note, style="yellow", wrap=True)
     job = _job_file(options, config, script_args)
     arguments = command_line.parse_command_line(job.words)
