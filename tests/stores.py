@@ -8,12 +8,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import boto3
 import pytest
-from moto.moto_api._internal import moto_api_backend
-from moto.server import DomainDispatcherApplication, create_backend_app
 from s3fs import S3FileSystem
-from werkzeug.serving import BaseWSGIServer, make_server
 
 ERRORS = {
     "SlowDown": ("503 Slow Down", "Please reduce your request rate."),
@@ -31,12 +27,15 @@ class S3:
         self.asked: list[tuple[str, str]] = []
         self.seconds, self.port = 0.0, 0
         self.refuses: Callable[[str, str], str] = lambda method, path: ""
-        self._app: Any = DomainDispatcherApplication(create_backend_app)
-        self._server: BaseWSGIServer | None = None
+        moto = pytest.importorskip("moto.server", reason="the server comes with the nightly extra")
+        self._app: Any = moto.DomainDispatcherApplication(moto.create_backend_app)
+        self._server: Any = None
         self.start()
         self.environment = {**KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}"}
 
     def start(self) -> None:
+        from werkzeug.serving import make_server
+
         self._server = make_server("127.0.0.1", self.port, self._answer, threaded=True)
         self.port = self._server.port
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -46,6 +45,11 @@ class S3:
             self._server.shutdown()
             self._server.server_close()
             self._server = None
+
+    def _client(self) -> Any:
+        import boto3
+
+        return boto3.client("s3", endpoint_url=self.environment["AWS_ENDPOINT_URL"])
 
     def _answer(self, request: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         method, path = request["REQUEST_METHOD"], request["PATH_INFO"]
@@ -62,29 +66,26 @@ class S3:
 
     def names(self, bucket: str) -> dict[str, int]:
         """All that a bucket holds, with sizes, as Amazon's own library sees it."""
-        client = boto3.client("s3", endpoint_url=self.environment["AWS_ENDPOINT_URL"])
-        return {item["Key"]: item["Size"] for item in client.list_objects_v2(Bucket=bucket).get("Contents", ())}
+        return {item["Key"]: item["Size"] for item in self._client().list_objects_v2(Bucket=bucket).get("Contents", ())}
 
     def read(self, bucket: str, name: str) -> bytes:
-        client = boto3.client("s3", endpoint_url=self.environment["AWS_ENDPOINT_URL"])
-        content: bytes = client.get_object(Bucket=bucket, Key=name)["Body"].read()
+        content: bytes = self._client().get_object(Bucket=bucket, Key=name)["Body"].read()
         return content
 
     def write(self, bucket: str, name: str, content: bytes) -> None:
-        boto3.client("s3", endpoint_url=self.environment["AWS_ENDPOINT_URL"]).put_object(
-            Bucket=bucket, Key=name, Body=content
-        )
+        self._client().put_object(Bucket=bucket, Key=name, Body=content)
 
     def make(self, bucket: str) -> str:
         """Makes a bucket; the URI of a run in it."""
-        boto3.client("s3", endpoint_url=self.environment["AWS_ENDPOINT_URL"]).create_bucket(Bucket=bucket)
+        self._client().create_bucket(Bucket=bucket)
         return f"s3://{bucket}/runs/first"
 
 
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    moto_api_backend.reset()
+    moto = pytest.importorskip("moto.moto_api._internal", reason="the server comes with the nightly extra")
+    moto.moto_api_backend.reset()
     S3FileSystem.clear_instance_cache()  # they hold the address of a server that is gone
     server = S3()
     for name, value in server.environment.items():

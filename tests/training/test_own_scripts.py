@@ -8,7 +8,6 @@ import pytest
 import torch.distributed.checkpoint as dcp
 from conftest import ROOT, Finished, here, run
 from jobs import make_config
-from stores import S3, s3  # noqa: F401  # a fixture
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -34,14 +33,9 @@ def losses(checkpoint: Path) -> list[float]:
     return [entry["loss"] for entry in log if "loss" in entry]
 
 
-def test_killed_resumed_elsewhere_and_stopped(
-    s3: S3,  # noqa: F811
-    tiny_model: Path,
-    text_data: Path,
-    tmp_path: Path,
-) -> None:
+def test_killed_resumed_elsewhere_and_stopped(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
     """Killed after step 5 on two ranks; on an empty disk it goes on from the store on three, until SIGTERM."""
-    config, uri = make_config(tmp_path, tiny_model), s3.make("bucket")
+    config, uri = make_config(tmp_path, tiny_model), (tmp_path / "store").as_uri()
     straight, killed, elsewhere = (tmp_path / name for name in ("straight", "killed", "elsewhere"))
     whole = launched(config, 2, tiny_model, text_data, straight)
     assert whole.code == 0, whole.output
