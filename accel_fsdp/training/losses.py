@@ -199,12 +199,10 @@ class Losses:
             return
         self._scored = self._scored + torch.stack([correct.double(), count.double()])
 
-    def add_accuracy(self, logs: dict[str, float]) -> None:
-        """Adds the share of correctly predicted tokens to a log of the loss, under TRL's name. Call on all ranks."""
-        if "loss" in logs and isinstance(self._scored, Tensor):
-            correct, count = self.trainer.accelerator.reduce(self._scored, "sum").tolist()
-            logs["mean_token_accuracy"] = correct / max(count, 1)
-            self._scored = 0.0
+    def take_score(self) -> Tensor | float:
+        """Returns the correctly predicted and the scored tokens of this rank since the last call, on its device."""
+        score, self._scored = self._scored, 0.0
+        return score
 
     # Held-out rows
 

@@ -240,8 +240,8 @@ class SftTrainer(SafeCheckpoints, Trainer):  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs as `Trainer` does, and adds rate, memory and accuracy. Call on all ranks."""
-        self.report.add_metrics(logs)
-        self.losses.add_accuracy(logs)
+        if "loss" in logs:
+            self.report.add_metrics(logs, self.losses.take_score())
         super().log(logs, start_time)
 
     # Held-out rows

@@ -85,16 +85,23 @@ class Tally:
         now = time.perf_counter()
         self.seconds, self.steps, self._since = self.seconds + now - self._since, self.steps + steps, now
 
-    def take(self, accelerator: "Accelerator", peak_bytes: int) -> tuple[float, float, int, float]:
-        """Tokens and documents of all ranks, the largest peak, and seconds, all since the last take. Collective."""
-        counted = torch.as_tensor(self._counted, dtype=torch.double, device=accelerator.device).expand(2)
-        own_counts = torch.cat([counted, counted.new_tensor([peak_bytes])])
-        ranks = accelerator.gather(own_counts[None]).cpu()
+    def take(
+        self, accelerator: "Accelerator", peak_bytes: int, score: torch.Tensor | float = 0.0
+    ) -> tuple[list[float], int, float]:
+        """Returns what the ranks counted since the last take, in one copy to the host; collective.
+
+        The sums of tokens, documents, correctly predicted and scored tokens, then the largest peak, then seconds.
+        """
+        pairs = [
+            torch.as_tensor(pair, dtype=torch.double, device=accelerator.device).expand(2)
+            for pair in (self._counted, score)
+        ]
+        ranks = accelerator.gather(torch.cat([*pairs, pairs[0].new_tensor([peak_bytes])])[None]).cpu()
         self.pass_time()
-        seconds = self.seconds
-        self.all_tokens, self.all_seconds = self.all_tokens + float(ranks[:, 0].sum()), self.all_seconds + seconds
+        sums, seconds = ranks[:, :4].sum(0).tolist(), self.seconds
+        self.all_tokens, self.all_seconds = self.all_tokens + sums[0], self.all_seconds + seconds
         self._clear()
-        return float(ranks[:, 0].sum()), float(ranks[:, 1].sum()), int(ranks[:, 2].max()), seconds
+        return sums, int(ranks[:, 4].max()), seconds
 
 
 def _padding(positions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -141,19 +148,22 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
         if not trainer.args.disable_tqdm:
             trainer.add_callback(_Bar)
 
-    def add_metrics(self, logs: dict[str, float]) -> None:
-        """Adds rate, MFU and memory to the log of the loss, so that every tracker gets them. Call on all ranks."""
-        if "loss" not in logs:
-            return
+    def add_metrics(self, logs: dict[str, float], score: torch.Tensor | float = 0.0) -> None:
+        """Adds rate, MFU, memory and accuracy to the log of the loss, so that every tracker gets them; collective.
+
+        `score`: this rank's correctly predicted and scored tokens since the last log of a loss.
+        """
         steps = self.tally.steps
         on_gpu = torch.cuda.is_available()
         peak = torch.cuda.max_memory_allocated() if on_gpu else host.peak_memory()
-        tokens, documents, peak, seconds = self.tally.take(self.accelerator, peak)
+        (tokens, documents, correct, scored), peak, seconds = self.tally.take(self.accelerator, peak, score)
         self.seconds_per_step = seconds / max(steps, 1)
         logs["tokens_per_second"] = tokens / seconds
         if self.forecast and self.gpu and documents:
             logs["mfu"] = self.forecast.mfu(tokens / seconds, tokens / documents, self.gpu)
         logs["peak_memory_gib" if on_gpu else "peak_host_memory_gib"] = peak / GIB
+        if scored:
+            logs["mean_token_accuracy"] = correct / scored  # TRL's name
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Logs the run's size and the host memory that loading took; on GPUs reads the plan's forecast."""
