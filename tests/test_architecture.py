@@ -1,4 +1,4 @@
-"""The shape of the code that reviews rely on: the order of the rooms, their faces, and which libraries load where."""
+"""The shape of the code that reviews rely on: the layers of packages, their faces, and which libraries load where."""
 
 import ast
 import json
@@ -21,7 +21,7 @@ from accel_fsdp.hardware import gpus
 from accel_fsdp.linter import rules
 
 PACKAGE = ROOT / "accel_fsdp"
-FLOORS = [  # a room imports rooms of lower floors, which are the lines above it, never one of its own floor
+LAYERS = [  # a package imports only from lower layers, which are the lines above it
     {"helpers"},
     {"checkpoints", "config", "hardware"},
     {"models"},
@@ -32,14 +32,14 @@ FLOORS = [  # a room imports rooms of lower floors, which are the lines above it
     {"rehearsal"},
     {"commands"},
 ]
-INSIDE = [  # of a room with rooms inside, these import those of the lines above
+INSIDE = [  # of a package with packages inside, these import those of the lines above
     {"models", "prediction.memory", "linter.rules", "training.data"},
     {"models.shrink", "prediction", "linter", "launch", "training.reporting"},
     {"prediction.tracing", "launch.script", "launch.doctor", "training"},
 ]
-ROOMS = set().union(*FLOORS, *INSIDE)
+PACKAGES = set().union(*LAYERS, *INSIDE)
 COMMANDS = {"cli", "__main__", "api", "checkpoints_command"}
-"""The modules at the top that stand above all rooms; the others there are helpers of all."""
+"""The modules at the top that stand above all packages; the others there are helpers of all."""
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "peft"}
 MAY_PRINT = {
     "console",
@@ -76,24 +76,24 @@ def tree_of(module: str) -> ast.Module:
     return ast.parse(MODULES[module].read_text())
 
 
-def room_of(module: str) -> str:
+def package_of(module: str) -> str:
     return module.rpartition(".")[0] or ("commands" if module in COMMANDS else "helpers")
 
 
 def imported(module: str) -> set[str]:
-    """What a module imports from this package: `room.module`, `room` for names of its face, or `module` at the top."""
+    """What a module imports from here: `package.module`, `package` for names of its face, or `module` at the top."""
     imported: set[str] = set()
     for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.Import):
             imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
-            inside = {name for name in names if name.removeprefix("accel_fsdp.") in MODULES or is_room(name)}
+            inside = {name for name in names if name.removeprefix("accel_fsdp.") in MODULES or is_package(name)}
             imported |= inside if inside == names else inside | {node.module}
     return {name.removeprefix("accel_fsdp.") for name in imported if name.startswith("accel_fsdp.")}
 
 
-def is_room(name: str) -> bool:
+def is_package(name: str) -> bool:
     return (ROOT / name.replace(".", "/") / "__init__.py").is_file()
 
 
@@ -103,23 +103,23 @@ def test_imports_go_down() -> None:
 
 
 def goes_down(module: str, name: str) -> bool:
-    room, other = room_of(module), room_of(name) if name in MODULES else name
-    return other == room or is_below(other, room)
+    package, other = package_of(module), package_of(name) if name in MODULES else name
+    return other == package or is_below(other, package)
 
 
-def is_below(room: str, other: str) -> bool:
-    tops = [name.partition(".")[0] for name in (room, other)]
-    order, names = (INSIDE, [room, other]) if tops[0] == tops[1] else (FLOORS, tops)
+def is_below(package: str, other: str) -> bool:
+    tops = [name.partition(".")[0] for name in (package, other)]
+    order, names = (INSIDE, [package, other]) if tops[0] == tops[1] else (LAYERS, tops)
     first, second = (next(number for number, names_of in enumerate(order) if name in names_of) for name in names)
     return first < second
 
 
-def test_each_room_has_a_place() -> None:
-    assert {room_of(module) for module in MODULES} == ROOMS
+def test_each_package_has_a_place() -> None:
+    assert {package_of(module) for module in MODULES} == PACKAGES
 
 
 def test_imports_are_written_out() -> None:
-    """As `from accel_fsdp.room import name`, which the other tests read; a face imports nothing but its loader."""
+    """As `from accel_fsdp.package import name`, which the other tests read; a face imports nothing but its loader."""
     for path in (*MODULES.values(), *FACES.values()):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
@@ -132,13 +132,13 @@ def is_written_out(path: Path, node: ast.ImportFrom) -> bool:
     own = path.parent.name == "rules" and str(node.module).startswith("accel_fsdp.linter.rules")
     if node.level or (path.name == "__init__.py" and not own and node.module != "lazy_loader"):
         return False
-    if node.module == "accel_fsdp":  # of the commands, which the package itself offers, a room knows nothing
+    if node.module == "accel_fsdp":  # of the commands, which the package itself offers, a package knows nothing
         tops = {name for name in MODULES if "." not in name} | {"__version__"}
-        if not all(alias.name in tops or is_room(f"accel_fsdp.{alias.name}") for alias in node.names):
+        if not all(alias.name in tops or is_package(f"accel_fsdp.{alias.name}") for alias in node.names):
             return False
     names = [f"{node.module}.{alias.name}".removeprefix("accel_fsdp.") for alias in node.names]
     here = (".".join(path.relative_to(PACKAGE).parent.parts), "helpers", "commands")
-    return all(room_of(name) in here or offered(name) for name in names if name in MODULES)
+    return all(package_of(name) in here or offered(name) for name in names if name in MODULES)
 
 
 def test_one_class_derives_from_trainer() -> None:
@@ -150,18 +150,18 @@ def test_one_class_derives_from_trainer() -> None:
 
 IMPORTERS = {"import_module", "__import__", "resolve_name", "run_module"}
 BY_TABLE = {"cli", "library_internals"}
-"""Modules that import what a table names: the commands' rooms, and libraries."""
+"""Modules that import what a table names: the commands' packages, and libraries."""
 
 
 def test_no_call_imports_this_package() -> None:
-    """Nor under another name, nor by a name that the call doesn't say, as the order of the rooms wouldn't see it."""
+    """Nor under another name, nor by a name that the call doesn't say, as the order of the packages wouldn't see it."""
     assert {
         module: names for module in MODULES.keys() - BY_TABLE if (names := imported_by_calls(tree_of(module)))
     } == {}
 
 
 def imported_by_calls(tree: ast.AST) -> list[str]:
-    """What `import_module("accel_fsdp.room")` and its like import, and their other names."""
+    """What `import_module("accel_fsdp.package")` and its like import, and their other names."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     named = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] in IMPORTERS]
     given = [argument for call in named for argument in (*call.args, *(keyword.value for keyword in call.keywords))]
@@ -171,37 +171,37 @@ def imported_by_calls(tree: ast.AST) -> list[str]:
     ] + [name for name in renamed if name in IMPORTERS]
 
 
-@pytest.mark.parametrize("room", [room for room in FACES if room != "linter.rules"])
-def test_a_face_offers_its_own_room(room: str) -> None:
-    tree = ast.parse(FACES[room].with_suffix(".pyi").read_text())
+@pytest.mark.parametrize("package", [package for package in FACES if package != "linter.rules"])
+def test_a_face_offers_its_own_package(package: str) -> None:
+    tree = ast.parse(FACES[package].with_suffix(".pyi").read_text())
     for node in tree.body:
         assert isinstance(node, ast.ImportFrom)
         assert node.level == 1
-        assert {f"{room}.{node.module or alias.name}" for alias in node.names} <= MODULES.keys()
+        assert {f"{package}.{node.module or alias.name}" for alias in node.names} <= MODULES.keys()
 
 
 def offered(module: str) -> bool:
-    """Whether a room's face has a module of it."""
-    room, _, name = module.rpartition(".")
-    return f"from . import {name} as {name}\n" in FACES[room].with_suffix(".pyi").read_text()
+    """Whether a package's face has a module of it."""
+    package, _, name = module.rpartition(".")
+    return f"from . import {name} as {name}\n" in FACES[package].with_suffix(".pyi").read_text()
 
 
-@pytest.mark.parametrize("room", sorted(ROOMS))
-def test_no_circle_in_a_room(room: str) -> None:
-    inside = [module for module in MODULES if room_of(module) == room]
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_no_circle_in_a_package(package: str) -> None:
+    inside = [module for module in MODULES if package_of(module) == package]
     list(TopologicalSorter({module: imported(module) & set(inside) for module in inside}).static_order())
 
 
-def test_other_rooms_are_entered_by_their_faces() -> None:
+def test_other_packages_are_entered_by_their_faces() -> None:
     for module in MODULES:
         froms = [node.module or "" for node in ast.walk(tree_of(module)) if isinstance(node, ast.ImportFrom)]
         names = {name.removeprefix("accel_fsdp.") for name in froms} & MODULES.keys()
-        assert [name for name in names if room_of(name) not in (room_of(module), "helpers")] == [], module
+        assert [name for name in names if package_of(name) not in (package_of(module), "helpers")] == [], module
 
 
-@pytest.mark.parametrize("room", sorted(ROOMS - {"helpers", "commands"}))
-def test_a_face_offers_what_it_names(room: str) -> None:
-    face = import_module(f"accel_fsdp.{room}")
+@pytest.mark.parametrize("package", sorted(PACKAGES - {"helpers", "commands"}))
+def test_a_face_offers_what_it_names(package: str) -> None:
+    face = import_module(f"accel_fsdp.{package}")
     assert face.__doc__
     assert [name for name in face.__all__ if not hasattr(face, name)] == []
 
@@ -215,15 +215,15 @@ READERS = {"exporter.command", "conversion.command"}
 
 
 def test_reading_and_planning_need_no_torch() -> None:
-    """Whatever these rooms offer is loaded, and all commands but two, and none of the heavy libraries with them."""
+    """Whatever these packages offer is loaded, and all commands but two, and none of the heavy libraries with them."""
     commands = [f"accel_fsdp.{module}" for module in MODULES if module.endswith("command") and module not in READERS]
     commands += [f"accel_fsdp.checkpoints.{module}" for module in JUDGED]
     code = "\n".join(
         [
             "import sys",
             "from importlib import import_module",
-            f"for room in {PURE}:",
-            "    face = import_module('accel_fsdp.' + room)",
+            f"for package in {PURE}:",
+            "    face = import_module('accel_fsdp.' + package)",
             "    [getattr(face, name) for name in face.__all__]",
             f"for command in {commands}:",
             "    import_module(command)",
