@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import re
 import sys
 import types
 from collections.abc import Collection, Iterator, Sequence
@@ -189,6 +190,20 @@ def parse_command_line(words: Sequence[str]) -> dict[str, Any]:
         field = field_name(name)
         args[field] = value if equals else " ".join(following[: None if field in LISTS else 1]) if following else True
     return args
+
+
+NAME = re.compile(r"(--?[A-Za-z][\w.-]*|[A-Za-z_+][\w./@]*(?==))(=|\Z)")
+"""The beginning of a word that names an argument: `--flag`, `--flag=value` or `name=value`."""
+
+
+def values_by_name(words: Sequence[str]) -> dict[str, str]:
+    """All values of a command line of any script, by the names that an argument parser or Hydra gives them."""
+    values, name = dict[str, list[str]](), "arguments"
+    for word in words:
+        if begins := NAME.match(word):
+            name, word = field_name(begins[1]), word[begins.end() :]
+        values.setdefault(name, []).append(word)
+    return {name: " ".join(filter(None, given)) or "given" for name, given in values.items()}
 
 
 def without_flags(words: Sequence[str], names: Collection[str]) -> tuple[tuple[str, ...], list[str]]:

@@ -9,6 +9,7 @@ import errno
 import faulthandler
 import json
 import os
+import platform
 import re
 import signal
 import sys
@@ -156,7 +157,7 @@ def versions() -> dict[str, str]:
     """The versions that a run records, and that the machines of a job compare."""
     from accel_fsdp import __version__
 
-    return {"accel-fsdp": __version__, **versions_of(CHANGE_RESULTS)}
+    return {"python": platform.python_version(), "accel-fsdp": __version__, **versions_of(CHANGE_RESULTS)}
 
 
 TESTED = {

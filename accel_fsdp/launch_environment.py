@@ -8,6 +8,11 @@ from typing import Generic, TypeVar
 
 EXPORTED = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "ACCEL_FSDP_MESH")
 """Beginnings of the variables through which Accelerate passes the YAML to the ranks."""
+CHANGE_RESULTS = (
+    *(*EXPORTED, "CUBLAS_", "CUDNN_", "TORCHINDUCTOR_", "DS_", "LIGER_", "TRITON_", "NVTE_", "XLA_", "MKL_CBWR"),
+    *("NVIDIA_TF32_OVERRIDE", "NCCL_ALGO", "NCCL_PROTO", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
+)
+"""Beginnings of the variables that change results, or which collectives a rank calls."""
 STACKS = "ACCEL_FSDP_STACKS"
 """The variable with the folder in which ranks leave their stacks for `accel-fsdp launch`."""
 HANG_TIMEOUT = "ACCEL_FSDP_HANG_TIMEOUT"

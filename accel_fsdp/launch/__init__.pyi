@@ -1,6 +1,6 @@
-from . import agreement as agreement
 from . import child_process as child_process
 from . import launcher as launcher
+from . import meeting as meeting
 from . import place as place
 from . import python_child as python_child
 from .flags import LaunchCommand as LaunchCommand

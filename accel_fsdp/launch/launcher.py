@@ -16,9 +16,10 @@ from types import MappingProxyType
 from typing import Any
 
 from accel_fsdp import ranks
+from accel_fsdp.command_line import values_by_name
 from accel_fsdp.config import DEFAULT_PORT, DISTRIBUTED_TYPES, MULTI_CPU, Engine, JobConfig, yaml_file
 from accel_fsdp.errors import Stopped, UserError, require
-from accel_fsdp.launch import agreement, child_process, last_places, meeting
+from accel_fsdp.launch import child_process, last_places, meeting
 from accel_fsdp.launch.place import NOWHERE, Place
 from accel_fsdp.launch_environment import (
     ALLOCATOR_VARIABLES,
@@ -337,5 +338,5 @@ def _meet(args: Any, seconds: float) -> None:
     rank, port = int(place.value("machine_rank", 0)), int(place.value("main_process_port", DEFAULT_PORT))
     processes = place.value("num_processes")
     numbers = {"num_machines": str(place.machines), "num_processes": None if processes is None else str(processes)}
-    settings = {**numbers, **agreement.of_job(variables, Path(script), words)}
+    settings = {**numbers, **meeting.of_job(variables, values_by_name(words), Path(script))}
     meeting.meet(rank, place.machines, address, port, settings, seconds)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import UserError
-from accel_fsdp.launch import agreement
+from accel_fsdp.launch import meeting
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.training.reporting import lineage
 
@@ -23,7 +23,7 @@ OF_CONFIG = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
 """Keys of a model's config about its origin."""
 
 
-def compare(*parts: agreement.Settings) -> None:
+def compare(*parts: meeting.Settings) -> None:
     """Raises a UserError, the same on all ranks, if their settings differ. Call on all ranks, before training."""
     if not dist.is_initialized():
         return
@@ -34,25 +34,25 @@ def compare(*parts: agreement.Settings) -> None:
     except RuntimeError as error:  # gloo's or NCCL's own
         why, fix = "each rank needs all others from here on", "see what the other rank printed"
         raise UserError("another rank ended while it loaded the model or the data", why=why, fix=fix) from error
-    if differs := agreement.difference(of_ranks):
+    if differs := meeting.difference(of_ranks):
         raise differs
 
 
-def of_arguments(model: Any, data: Any, training: Any) -> agreement.Settings:
+def of_arguments(model: Any, data: Any, training: Any) -> meeting.Settings:
     """The settings of this rank: arguments, Accelerate's variables from the YAML, script, versions, environment."""
-    arguments = agreement.of_arguments({**asdict(model), **asdict(data), **training.to_dict()})
-    return {**agreement.of_job(os.environ, Path(sys.argv[0])), **arguments}
+    arguments = {**asdict(model), **asdict(data), **training.to_dict()}
+    return meeting.of_job(os.environ, arguments, Path(sys.argv[0]))
 
 
-def of_checkpoint(checkpoint: str | None, apart: bool) -> agreement.Settings:
+def of_checkpoint(checkpoint: str | None, apart: bool) -> meeting.Settings:
     """The checkpoint that this rank resumes, with a digest of its list of files unless it is each machine's own."""
     folder = Path(checkpoint or "none")
     files = (folder / name for name in (file_names.MARKER, file_names.TRAINER_STATE))
     file = None if apart else next((file for file in files if file.exists()), None)
-    return {"checkpoint": folder.name, "checkpoint.content": agreement.digest_of(file) if file else "none"}
+    return {"checkpoint": folder.name, "checkpoint.content": meeting.digest_of(file) if file else "none"}
 
 
-def of_data(settings: lineage.Settings, held_out: Any, tokenizer: Any) -> agreement.Settings:
+def of_data(settings: lineage.Settings, held_out: Any, tokenizer: Any) -> meeting.Settings:
     """The tokenizer, and the number and digest of the rows, if this rank has read them."""
     read = settings.get("data", {})
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -61,13 +61,13 @@ def of_data(settings: lineage.Settings, held_out: Any, tokenizer: Any) -> agreem
         "rows": str(read["rows"]) if "rows" in read else None,
         "rows.content": read.get(lineage.CONTENT),
         "evaluation.content": lineage.digest(held_out) if held_out is not None and "rows" in read else None,
-        "tokenizer": agreement.digest_of(content.encode()),
-        "chat_template": agreement.digest_of(str(tokenizer.chat_template).encode()),
+        "tokenizer": meeting.digest_of(content.encode()),
+        "chat_template": meeting.digest_of(str(tokenizer.chat_template).encode()),
         "tokenizer.marks": f"{tokenizer.eos_token} {tokenizer.pad_token} {tokenizer.padding_side}",
     }
 
 
-def of_model(model: nn.Module, receives_weights: bool) -> agreement.Settings:
+def of_model(model: nn.Module, receives_weights: bool) -> meeting.Settings:
     """The model's config, and a digest of a sample of each tensor, unless the tensors come from rank 0."""
     config: Any = model.config
     described = {f"model.{name}": str(value) for name, value in config.to_dict().items() if name not in OF_CONFIG}

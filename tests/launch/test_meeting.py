@@ -8,9 +8,10 @@ from pathlib import Path
 
 import hosts
 import pytest
-from conftest import ROOT, made_yaml
+from conftest import ROOT, SFT, made_yaml
 
-from accel_fsdp.launch.agreement import MAY_DIFFER, difference, of_arguments
+from accel_fsdp.command_line import values_by_name
+from accel_fsdp.launch.meeting import MAY_DIFFER, difference, of_job
 
 pytestmark = pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing())
 PORT, SECONDS = "29431", 120
@@ -40,7 +41,7 @@ TWICE_0 = r"two machines were started as machine 0: n1 \(process \d+\), and n2 |
 TWICE_1 = r"error: two machines were started as machine 1: n2 \(process \d+\), and n3 \(process"
 MISSING = (
     f"accel-fsdp: of 2 machines, these are missing after 10 s: 1; machine 0 waits at n1:{PORT}\n",
-    "error: of 2 machines, these are missing after 11 s: 1\n",
+    f"error: of 2 machines, these are missing after 11 s: 1; machine 0 waits at n1:{PORT}\n",
 )
 CASES: Mapping[str, Sequence[tuple[str, Sequence[str]]]] = {
     "machine 1 is never started": [(told(0), MISSING)],
@@ -151,7 +152,8 @@ def test_one_setting_that_differs_is_enough() -> None:
 
 
 def test_what_may_be_a_secret_is_compared_and_not_shown() -> None:
-    settings = of_arguments({"openai_key": "sk-1", "hub_token": "hf-1", "eos_token": "<end>"})
-    assert settings.keys() == {"openai_key", "eos_token"}
-    assert settings != of_arguments({"openai_key": "sk-2", "eos_token": "<end>"})
-    assert "sk-1" not in str(settings)
+    words = ["--hub_token", "hf-1", "--eos_token=<end>", "--openai_key", "sk-1", "+my.apikey=sk-2"]
+    settings = of_job({}, values_by_name(words), SFT)
+    assert settings.keys() & {"hub_token", "eos_token", "openai_key", "+my.apikey"} == {"eos_token", "openai_key"}
+    assert settings != of_job({}, values_by_name([*words, "--openai_key", "sk-2"]), SFT)
+    assert not [secret for secret in ("hf-1", "sk-1", "sk-2", "<end>") if secret in str(settings)]

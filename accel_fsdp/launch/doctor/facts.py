@@ -41,7 +41,6 @@ class Facts:
     name: str
     interfaces: list[str]
     system: str
-    python: str
     versions: dict[str, str]
     torch_cuda: str
     gpus: list[str]
@@ -73,7 +72,6 @@ def look(folder: Path) -> Facts:
         name=socket.gethostname(),
         interfaces=[name for _, name in socket.if_nameindex()],
         system=f"{platform.system()} {platform.release()}",
-        python=platform.python_version(),
         versions=versions(),
         torch_cuda=_torch_cuda(),
         gpus=gpus,

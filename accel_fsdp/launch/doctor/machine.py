@@ -38,7 +38,7 @@ class Row:
 
 def judge(facts: Facts) -> list[Row]:
     checks = (_gpus, _memory, _shared_memory, _limits, _disk, _interfaces, _infiniband, _variables)
-    system = Row("system", "ok", f"{facts.system}, Python {facts.python}, {counted(facts.cores, 'core')}")
+    system = Row("system", "ok", f"{facts.system}, {counted(facts.cores, 'core')}")
     return [system, *_libraries(facts), *(row for check in checks for row in check(facts))]
 
 

@@ -42,7 +42,7 @@ def summary(rows: list[Row]) -> str:
 def for_bug_report(rows: list[Row], facts: Facts) -> str:
     """Markdown without paths, tokens, addresses and names of users and hosts."""
     versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
-    lines = ["### accel-fsdp doctor", "", summary(rows), "", f"- {facts.system}, Python {facts.python}, {versions}"]
+    lines = ["### accel-fsdp doctor", "", summary(rows), "", f"- {facts.system}, {versions}"]
     lines += ["", "| verdict | subject | what | why |", "|---|---|---|---|"]
     for row in rows:
         cells = (" ".join(cell.split()) for cell in (row.verdict, row.subject, row.what, row.why))

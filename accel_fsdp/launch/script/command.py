@@ -11,7 +11,7 @@ from accel_fsdp.config import CLUSTER_ENGINES, JobConfig, engines_taking, header
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import MachineFacts, machines
 from accel_fsdp.job import from_yaml
-from accel_fsdp.launch import agreement, launcher, place
+from accel_fsdp.launch import launcher, meeting, place
 from accel_fsdp.launch.script.flags import ScriptCommand
 from accel_fsdp.launch.script.job_file import RESUMES, JobFile
 from accel_fsdp.linter import completed, read_launch, stops
@@ -89,7 +89,7 @@ def _check_flags(options: ScriptCommand) -> None:
 
 def _check_script(job: JobFile, script_args: tuple[str, ...], arguments: Mapping[str, object]) -> None:
     """Raises if the job could not run this script with these arguments; warns about a token that others can read."""
-    for name in filter(agreement.SECRET.fullmatch, arguments):
+    for name in filter(meeting.SECRET.fullmatch, arguments):
         warning = f"warning: the job file holds the secret of --{name}, and others may read it: leave the flag out, and"
         console.say(f"{warning} set HF_TOKEN or WANDB_API_KEY, as a comment in the job file shows", style="yellow")
     if not job.uses_sft and job.flags.engine == "torchrun":

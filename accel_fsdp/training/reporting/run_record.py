@@ -28,7 +28,7 @@ class RunRecord:
         self.content: dict[str, Any] = {
             "status": "running",
             "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "versions": {"python": platform.python_version(), **errors.versions()},
+            "versions": errors.versions(),
             "machine": {"host": platform.node(), "ranks": launch.world_size, **_device()},
             "config": launch.settings,
             "arguments": dict(arguments),
