@@ -162,5 +162,10 @@ def test_a_finding_about_a_flag_names_the_flag(tmp_path: Path) -> None:
     flags = ["--num-machines", "2", "--machine-rank", "0", "--main-process-ip", "127.0.0.1"]
     finished = here("launch", *flags, tmp_path / "job.yaml", tmp_path / "own.py")
     assert finished.code == 1
+    assert "AF403" not in finished.text
     assert "job.yaml: error AF415: --main-process-ip 127.0.0.1 and 2 machines" in finished.text
     assert "fix: --main-process-ip: an address of machine 0" in finished.text
+    (tmp_path / "job.yaml").write_text(text.partition("main_process_ip")[0])
+    without = here("launch", *flags[:4], tmp_path / "job.yaml", tmp_path / "own.py")
+    assert (without.code, "AF403" in without.text) == (1, True)
+    assert "or --main-process-ip ADDRESS before the script" in without.text

@@ -397,9 +397,11 @@ def test_who_else_knows_the_address_of_several_machines_is_said(
     assert cli.call(["check", "--strict", str(path)]) == 1
     message = " ".join(capsys.readouterr().out.split())
     assert "accel-fsdp launch takes it and the machine's number from SLURM, Kubernetes and SkyPilot" in message
-    line.write_text(f"accelerate launch --config_file {path} train.py --bf16\n")
-    assert cli.call(["check", str(path), "--args", str(line)]) == 1
-    assert "error AF403" in capsys.readouterr().out
+    assert "or --main-process-ip ADDRESS before the script" in message
+    for flag, code in (("", 1), ("--main-process-ip 10.0.0.1", 0)):
+        line.write_text(f"accelerate launch {flag} --config_file {path} train.py --bf16\n")
+        assert cli.call(["check", str(path), "--args", str(line)]) == code
+        assert ("error AF403" in capsys.readouterr().out) == bool(code)
 
 
 @pytest.mark.parametrize("word", ["NO", "off", "false"])

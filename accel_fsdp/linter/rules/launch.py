@@ -149,9 +149,9 @@ ROWS = (
     Row(
         "AF403", "warning", "num_machines", "{machines} machines and no main_process_ip",
         f"under accelerate launch they wait at None:{DEFAULT_PORT}",
-        "main_process_ip: the address of machine 0; accel-fsdp launch takes it and the machine's number from "
-        f"{listed(PLACING, 'and')}, and accel-fsdp script writes their job files", _no_address,
-        seen="P46 launcher",
+        "main_process_ip: the address of machine 0, or --main-process-ip ADDRESS before the script; accel-fsdp launch "
+        f"takes it and the machine's number from {listed(PLACING, 'and')}; accel-fsdp script writes their job files",
+        _no_address, seen="P46 launcher",
     ),
     Row(
         "AF405", "warning", "use_cpu", "use_cpu does not reach the ranks under {kind}", "it has no effect",
