@@ -88,13 +88,12 @@ def network(*names: str) -> Iterator[list[Host]]:
         _ip(f"netns add {switch}")
         _ip(f"-n {switch} link add bridge type bridge")
         _ip(f"-n {switch} link set bridge up")
-        for number, (namespace, address) in enumerate(zip(namespaces, addresses, strict=True)):
+        for number, (name, namespace, address) in enumerate(zip(names, namespaces, addresses, strict=True)):
             _ip(f"netns add {namespace}")
             _ip(f"-n {namespace} link add eth0 type veth peer name port{number} netns {switch}")
             _ip(f"-n {switch} link set port{number} master bridge up")
             _ip(f"-n {namespace} address add {address}/24 dev eth0")
             _ip(f"-n {namespace} link set eth0 up")
-        for name, namespace in zip(names, namespaces, strict=True):
             machines.append(Host(name, namespace, hosts))
         yield machines
     finally:

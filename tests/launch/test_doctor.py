@@ -29,14 +29,10 @@ SUBJECTS = ("system", "libraries", "GPUs", "memory", "/dev/shm", "limits", "disk
 SECONDS = 120
 
 
-@pytest.fixture
-def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-
-
 def test_a_machine_without_gpus_is_not_healthy_and_launch_starts_nothing_there(
-    tmp_path: Path, without_gpus: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     finished = here("doctor")
     assert finished.code == 0, finished.output
     for subject in SUBJECTS:
@@ -73,8 +69,9 @@ def test_full_shared_memory_and_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_wrong_variables_are_errors_and_the_report_shows_no_values_that_may_be_secret(
-    monkeypatch: pytest.MonkeyPatch, without_gpus: None
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     private = {"NCCL_TOPO_FILE": "/home/bob smith/x y.xml", "NCCL_KEY": "sk-proj-abcDEF-123", "NCCL_DEBUG": "INFO"}
     for name, value in private.items():
         monkeypatch.setenv(name, value)

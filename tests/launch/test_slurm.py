@@ -32,10 +32,7 @@ CONFIG = """\
 ClusterName=tests
 SlurmctldHost={first}
 SlurmUser=root
-SlurmdUser=root
-AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
-CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -43,14 +40,10 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
 SlurmdParameters=config_overrides
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
-MpiDefault=none
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=100000,sched_interval=1
-AccountingStorageType=accounting_storage/none
-JobAcctGatherType=jobacct_gather/none
 ReturnToService=2
 GresTypes=gpu
 NodeName={names} CPUs={cpus} RealMemory=4000 Gres=gpu:{gpus} State=UNKNOWN

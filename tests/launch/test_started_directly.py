@@ -63,15 +63,6 @@ def test_a_signal_reaches_the_script_and_its_code_is_the_launchers(
     assert not list((tmp_path / "tmp").iterdir())
 
 
-@pytest.mark.parametrize(("ends", "code"), [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 15)", 143)])
-def test_a_script_that_fails_alone_gives_its_code_and_no_traceback(ends: str, code: int, tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(ALONE)
-    (tmp_path / "own.py").write_text(f"{ends}\n")
-    finished = accel_fsdp("launch", tmp_path / "job.yaml", tmp_path / "own.py")
-    assert finished.code == code, finished.output
-    assert "Traceback" not in finished.output
-
-
 CPUS = "distributed_type: MULTI_CPU\nmixed_precision: 'no'\nnum_machines: 1\nnum_processes: 2\nuse_cpu: true\n"
 SAYS_WHO = """from accelerate import Accelerator
 import os

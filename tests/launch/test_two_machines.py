@@ -5,7 +5,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import hosts
@@ -75,9 +75,14 @@ class Job:
         (yaml := self.folder / "job.yaml").write_text(made_yaml(model=str(self.model), **machines, **flags))
         return yaml
 
-    def launch(self, script: Path, of_second: list[str], engine: Callable[[int], dict[str, str]]) -> Launchers:
+    def launch(self, script: Path, of_second: list[str]) -> Launchers:
+        """As Kubeflow starts it."""
         words = ["-m", "accel_fsdp", "launch", "--hang-timeout", str(HANG_SECONDS), self.yaml, script, *self.words]
-        return [host.start([*words, *of_second * rank], **engine(rank)) for rank, host in enumerate(self.machines)]
+        numbers = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "PET_MASTER_ADDR": "n1", "PET_MASTER_PORT": "29431"}
+        return [
+            host.start([*words, *of_second * rank], **numbers, PET_NODE_RANK=str(rank))
+            for rank, host in enumerate(self.machines)
+        ]
 
     def torchrun(self, script: Path, of_second: list[str], **environment: str) -> Launchers:
         words = ["-m", "torch.distributed.run", script, *self.words, "--accelerate_config", self.yaml]
@@ -103,30 +108,12 @@ def job(tmp_path: Path, tiny_model: Path, text_data: Path) -> Iterator[Job]:
         yield Job(tmp_path, tiny_model, text_data, machines)
 
 
-def kubeflow(rank: int) -> dict[str, str]:
-    numbers = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": str(rank)}
-    return {**numbers, "PET_MASTER_ADDR": "n1", "PET_MASTER_PORT": "29431"}
-
-
-def slurm(rank: int) -> dict[str, str]:
-    step = {"NUM_NODES": "2", "NUM_TASKS": "2", "NODELIST": "n[1-2]"}
-    job = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NODEID": str(rank)}
-    return job | {f"SLURM_STEP_{name}": value for name, value in step.items()}
-
-
-JOBS: Mapping[str, tuple[str, Callable[[int], dict[str, str]], str]] = {
-    "FSDP2 under Kubeflow": ("2", kubeflow, "FSDP2: 4"),
-    "FSDP1 under SLURM": ("1", slurm, "FSDP1 HYBRID_SHARD: 3"),
-}
-
-
-@pytest.mark.parametrize("name", JOBS)
-def test_hybrid_sharding_learns_as_one_process_does(name: str, job: Job, reference: Reference) -> None:
+@pytest.mark.parametrize(("version", "units"), [("2", "FSDP2: 4"), ("1", "FSDP1 HYBRID_SHARD: 3")])
+def test_hybrid_sharding_learns_as_one_process_does(version: str, units: str, job: Job, reference: Reference) -> None:
     """Each machine may read its data, log and wait in its own way."""
-    version, engine, units = JOBS[name]
     job.write(fsdp_version=version, strategy="4")
     own = ["--dataset_num_proc", "1", "--hang_timeout", "700", "--run_name", "second"]
-    first, second = hosts.all_ended(job.launch(SFT, own, engine), SECONDS)
+    first, second = hosts.all_ended(job.launch(SFT, own), SECONDS)
     assert (first.code, second.code) == (0, 0), first.output + second.output
     assert f"{units} units, each rank holds 0.03 M of 0.06 M" in first.output + second.output
     assert losses_of(job.run, STEPS) == pytest.approx(reference.losses, abs=1e-4)
@@ -169,7 +156,7 @@ def says_where(ended: Finished, *ranks: int) -> None:
 @pytest.mark.parametrize("kind", ["wait", "kill", "power cut"])
 def test_a_rank_that_stops_ends_the_job_on_all_machines(kind: str, job: Job) -> None:
     """A machine without power closes no connection, and nothing comes."""
-    launchers = job.until_fault(job.launch(job.faulty(kind), [], kubeflow))
+    launchers = job.until_fault(job.launch(job.faulty(kind), []))
     if kind == "power cut":
         job.machines[1].cut_power()
     first, second = hosts.all_ended(launchers, SECONDS)
