@@ -9,20 +9,16 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
-from accel_fsdp.checkpoints import file_names
 from accel_fsdp.launch_environment import LaunchEnvironment
-from accel_fsdp.ranks import events, holding, parts, script
-from accel_fsdp.ranks.holding import user_name
-from accel_fsdp.ranks.observing import after, guarded
+from accel_fsdp.ranks import events, imports, parts, script
+from accel_fsdp.ranks.holding import unwrapped, user_name
+from accel_fsdp.ranks.observing import after, guarded, replace
 from accel_fsdp.ranks.steps import ObservedSteps, sums
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 class _Call(NamedTuple):
@@ -49,6 +45,7 @@ CALLS = (
     _Call("accelerate.accelerator", "Accelerator.save_state"),
     _Call("accelerate.accelerator", "Accelerator.save_model"),
     _Call("accelerate.accelerator", "Accelerator.save"),
+    _Call("accelerate.utils.other", "safe_save_file", "tensors"),
     _Call("transformers.modeling_utils", "PreTrainedModel.save_pretrained"),
     _Call("transformers.trainer", "Trainer.save_model"),
     _Call("peft.peft_model", "PeftModel.save_pretrained"),
@@ -58,20 +55,9 @@ CALLS = (
     _Call(DCP, "save", "state_dict"),
     _Call(DCP, "async_save", "state_dict"),
 )
-LOADS = (
-    _Call("torch", "load"),
-    _Call("safetensors.torch", "load_file"),
-    _Call("accelerate.accelerator", "Accelerator.load_state"),
-    _Call("transformers.trainer", "Trainer._load_optimizer_and_scheduler"),
-)
-PATHS = ("output_dir", "save_directory", "input_dir", "checkpoint", "checkpoint_id", "filename", "f")
+LOADS = (_Call("torch", "load"), _Call("safetensors.torch", "load_file"))
+PATHS = ("output_dir", "save_directory", "checkpoint_id", "filename", "f")
 """The arguments that name the folder or the file."""
-
-
-class _Writing(threading.local):
-    """The files of the call that this thread is in, if any; `async_save` writes in a separate thread."""
-
-    files: list[dict[str, Any]] | None = None
 
 
 class ObservedSaves:
@@ -82,57 +68,42 @@ class ObservedSaves:
 
     def __init__(self, records: ObservedSteps) -> None:
         self.records = records
-        self.writing = _Writing()
-        self.watched: set[_Call] = set()
+        self.writing = threading.local()  # `async_save` writes in a separate thread
         self.barriers = 0
 
     def install(self) -> None:
         import torch.distributed as dist
 
         after(dist, "barrier", self._count_barrier)
-        self.watch()
+        for call in CALLS + LOADS:
+            imports.change(call.module, functools.partial(guarded(self._watch), call))
 
     def _count_barrier(self, *_: Any, **__: Any) -> None:
         self.barriers += 1
 
-    def watch(self) -> None:
-        """Wraps the calls of modules that have been imported by now; imports none itself."""
-        functions: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
-        for call in CALLS + LOADS:
-            owner_name, _, name = call.name.rpartition(".")
-            if call in self.watched or not _has_been_imported(call.module, owner_name or name):
-                continue
-            self.watched.add(call)
-            module = sys.modules[call.module]
-            owner = getattr(module, owner_name) if owner_name else module
-            original = getattr(owner, name, None)
-            if original is None:  # another version of the library
-                continue
-            wrapper = self._wrapped(call, original)
-            setattr(owner, name, wrapper)
-            if not call.is_method:
-                functions.append((original, wrapper))
-        _replace_imported(functions)
+    def _watch(self, call: _Call, module: ModuleType) -> None:
+        owner_name, _, name = call.name.rpartition(".")
+        owner = getattr(module, owner_name, None) if owner_name else module
+        if hasattr(owner, name):  # else another version of the library
+            signature = inspect.signature(getattr(owner, name))
+            replace(owner, name, functools.partial(self._call, call, signature))
 
-    def _wrapped(self, call: _Call, original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
-
-        @functools.wraps(original)
-        def calling(*args: Any, **kwargs: Any) -> Any:
-            is_outermost = self.writing.files is None and (call.is_method or script.is_calling(sys._getframe(1)))
+    def _call(
+        self, call: _Call, signature: inspect.Signature, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        files: list[dict[str, Any]] | None = getattr(self.writing, "files", None)
+        is_outermost = files is None and (call.is_method or script.is_calling(sys._getframe(1)))
+        if is_outermost:
+            files = self.writing.files = []
+        try:
+            result = original(*args, **kwargs)
+        finally:
             if is_outermost:
-                self.writing.files = []
-            files = self.writing.files
-            try:
-                result = original(*args, **kwargs)
-            finally:
-                self.writing.files = None if is_outermost else files
-            if files is not None:
-                arguments = signature.bind(*args, **kwargs).arguments
-                guarded(self._observe)(call, arguments, result, files, is_outermost)
-            return result
-
-        return calling
+                self.writing.files = None
+        if files is not None:
+            arguments = signature.bind(*args, **kwargs).arguments
+            guarded(self._observe)(call, arguments, result, files, is_outermost)
+        return result
 
     def _observe(
         self, call: _Call, arguments: Mapping[str, Any], result: Any, files: list[dict[str, Any]], is_outermost: bool
@@ -141,45 +112,35 @@ class ObservedSaves:
         if call.content and path:
             by_dcp = call.module == DCP and not arguments.get("no_dist")
             files.append({"path": path, **self._content(arguments[call.content], by_dcp)})
-        if is_outermost and path:
-            self._report(call, path, arguments, files)
-
-    def _report(self, call: _Call, path: str, arguments: Mapping[str, Any], files: list[dict[str, Any]]) -> None:
-        line = script.line_of_stack(sys._getframe(2))
-        if call in LOADS:
-            has_optimizer = any(Path(path).glob(f"{file_names.OPTIMIZER}*"))
-            events.report("loaded", path=path, optimizer=has_optimizer, line=line)
+        if not (is_outermost and path):
             return
-        saved = next((value for value in list(arguments.values())[:2] if _is_module(value)), None)
+        if call in LOADS:
+            events.report("loaded", path=path)
+            return
         events.report(
             "saved",
             call=call.label,
             path=path,
-            line=line,
+            line=script.line_of_stack(sys._getframe(2)),
             step=self.records.steps,
             barriers=self.barriers,
             machine=LaunchEnvironment.now().machine_rank,
-            weights=None if saved is None else self._weights_of_other(saved),
+            is_model=self._is_model(next(filter(_is_module, arguments.values()), None)),
             files=files,
         )
         self.records.report_weights()
 
-    def _weights_of_other(self, saved: "nn.Module") -> int | None:
-        """The number of weights of a part of the trained model, or of another model; None for the trained one."""
-        for model in self.records.models:
-            module = model.model()
-            if module is None or holding.unwrapped(saved) is holding.unwrapped(module):
-                return None
-            path = next((user_name(path) for path, inner in module.named_modules() if inner is saved), None)
-            if path is not None:
-                return sum(prod(place.shape) for place in model.places if place.name.startswith(f"{path}."))
-        return sum(parameter.numel() for parameter in saved.parameters()) if self.records.models else None
+    def _is_model(self, saved: Any) -> bool:
+        """Whether a call saves the whole trained model; it may also save a part of it, or another model."""
+        models = [module for model in self.records.models if (module := model.model()) is not None]
+        return saved is None or not models or any(unwrapped(saved) is unwrapped(module) for module in models)
 
     def _content(self, saved: Any, by_dcp: bool) -> dict[str, Any]:
         """The content of a file. DCP writes a whole DTensor, each rank its part."""
-        storages = self.records.shard_storages()
         tensors = list(_tensors(saved))
         places = {place.name: place for model in self.records.models for place in model.places}
+        sharded = {name: place for name, place in places.items() if place.now().numel() < prod(place.shape)}
+        states = self._states_of({id(place.parameter) for place in sharded.values()})
         names = {name for model in self.records.models for name in model.names}
         whole: dict[str, tuple[list[int], str, float, float]] = {}
         for name, tensor in tensors:
@@ -188,7 +149,9 @@ class ObservedSaves:
                 whole[name] = (list(tensor.shape), str(tensor.dtype).removeprefix("torch."), *sum_and_norm)
         return {
             "shards": sum(
-                _is_part(places.get(user_name(name)), tensor) or _is_shard(tensor, storages, by_dcp)
+                _is_shard(tensor, sharded.get(user_name(name)), states)
+                if _is_plain(tensor)
+                else not by_dcp and _is_divided(tensor)
                 for name, tensor in tensors
             ),
             "count": len(tensors),
@@ -197,23 +160,12 @@ class ObservedSaves:
             "tensors": whole,
         }
 
-
-def _has_been_imported(module: str, name: str) -> bool:
-    """Whether the script's import of a module is done, so that a missing name means that the library changed."""
-    loaded = sys.modules.get(module)
-    spec = getattr(loaded, "__spec__", None)
-    return loaded is not None and (hasattr(loaded, name) or not getattr(spec, "_initializing", False))
-
-
-def _replace_imported(functions: Sequence[tuple[Callable[..., Any], Callable[..., Any]]]) -> None:
-    """Replaces functions where modules have imported them by name, also as transformers has `safe_save_file`."""
-    wrappers = {id(original): wrapper for original, wrapper in functions}
-    wanted = {f"{prefix}{original.__name__}" for original, _ in functions for prefix in ("", "safe_")}
-    for module in list(sys.modules.values()):
-        members = getattr(module, "__dict__", {})
-        for name in wanted & members.keys():
-            if wrapper := wrappers.get(id(members[name])):
-                setattr(module, name, wrapper)
+    def _states_of(self, sharded: set[int]) -> set[int]:
+        """The addresses of the optimizers' states of sharded parameters."""
+        pairs = (pair for optimizer in self.records.stepped for pair in optimizer.state.items())
+        states = (state for parameter, state in pairs if id(parameter) in sharded)
+        values = (value for state in states for value in state.values() if _is_tensor(value) and value.dim())
+        return {parts.local(value).untyped_storage().data_ptr() for value in values} - {0}
 
 
 def _path(arguments: Mapping[str, Any], result: Any) -> str:
@@ -245,11 +197,19 @@ def _is_plain(tensor: Any) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta
 
 
-def _is_part(place: parts.Place | None, tensor: Any) -> bool:
-    """Whether a plain tensor with a weight's name has the size of this rank's part, such as a copy of it."""
-    if place is None or not _is_plain(tensor) or tuple(tensor.shape) == place.shape:
-        return False
-    return bool(tensor.numel() == place.now().numel() < prod(place.shape))
+def _is_shard(tensor: Any, place: parts.Place | None, states: set[int]) -> bool:
+    """Whether a plain tensor is a rank's part of an optimizer's state, or has a weight's name and its part's size."""
+    if tensor.untyped_storage().data_ptr() in states:
+        return True
+    is_other = place is not None and tuple(tensor.shape) != place.shape
+    return is_other and bool(tensor.numel() == place.now().numel())
+
+
+def _is_divided(tensor: Any) -> bool:
+    return type(tensor).__name__ == "ShardedTensor" or any(
+        placement.is_shard() and tensor.device_mesh.size(number) > 1
+        for number, placement in enumerate(getattr(tensor, "placements", ()))
+    )
 
 
 def _has_groups(saved: Any) -> bool:
@@ -267,14 +227,3 @@ def _tensors(saved: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     elif isinstance(saved, list | tuple) or _is_module(saved):
         for value in saved.parameters() if _is_module(saved) else saved:
             yield from _tensors(value)
-
-
-def _is_shard(tensor: Any, storages: set[int], by_dcp: bool) -> bool:
-    from torch.distributed.tensor import DTensor
-
-    if type(tensor).__name__ == "ShardedTensor":
-        return not by_dcp
-    if isinstance(tensor, DTensor):
-        sizes = enumerate(tensor.placements)
-        return not by_dcp and any(p.is_shard() and tensor.device_mesh.size(number) > 1 for number, p in sizes)
-    return not tensor.is_meta and tensor.untyped_storage().data_ptr() in storages

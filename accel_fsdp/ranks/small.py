@@ -7,14 +7,11 @@ ends with its rows.
 
 import copy
 import functools
-import importlib.abc
-import importlib.util
 import inspect
 import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -25,7 +22,7 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.models.shrink import small_version
-from accel_fsdp.ranks import events, observing, script
+from accel_fsdp.ranks import events, imports, observing, script
 from accel_fsdp.units import counted
 
 if TYPE_CHECKING:
@@ -50,34 +47,12 @@ def install() -> None:
     """Call it before the script imports anything."""
     if folder := os.environ.get(SMALL):
         small = _SmallModels(Path(folder) / str(LaunchEnvironment.now().rank))
-        patches: dict[str, Callable[[ModuleType], None]] = {
-            "transformers.modeling_utils": small.install,
-            "transformers.tokenization_utils_base": _shorten_texts,
-            "transformers.training_args": _cut_arguments,
-            "transformers.trainer": _cut_training,
-            "datasets.load": _cut_data,
-            "datasets.arrow_dataset": _cut_parts,
-        }
-        for name in [*patches]:
-            if name in sys.modules:
-                patches.pop(name)(sys.modules[name])
-        sys.meta_path.insert(0, _Importer(patches))
-
-
-class _Importer(importlib.abc.MetaPathFinder):
-    """Changes a module once it is imported: importing all of them would take seconds."""
-
-    def __init__(self, patches: dict[str, Callable[[ModuleType], None]]) -> None:
-        self.patches = patches
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if (change := self.patches.pop(name, None)) is None:
-            return None
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (run(module), change(module))[0]  # type: ignore[method-assign]
-        return spec
+        imports.change("transformers.modeling_utils", small.install)
+        imports.change("transformers.tokenization_utils_base", _shorten_texts)
+        imports.change("transformers.training_args", _cut_arguments)
+        imports.change("transformers.trainer", _cut_training)
+        imports.change("datasets.load", _cut_data)
+        imports.change("datasets.arrow_dataset", _cut_parts)
 
 
 class _SmallModels:

@@ -58,11 +58,6 @@ def is_sharded(parameter: Any) -> bool:
     return isinstance(parameter, kinds) or bool(getattr(parameter, "_fsdp_flattened", False))
 
 
-def is_part_of_flat(flat: Any) -> bool:
-    """Whether a rank's part of FSDP1's flat parameter is less than all of it."""
-    return flat is not None and getattr(flat, "_local_shard", flat).numel() < flat._unpadded_unsharded_size.numel()
-
-
 @dataclass
 class _Optimizer:
     """`passes`: the number and the epoch of each backward pass whose gradients it still has.
@@ -245,7 +240,6 @@ class ObservedSteps:
             backwards=self.backwards,
             passes=known.passes[-MOST_PASSES:],
             groups=[_settings(group) for group in optimizer.param_groups],
-            states=any(map(bool, optimizer.state.values())),
             evaluating=any(map(_is_evaluating, own)),
             loaded_at=self.loaded_at,
             moved_at=self.schedules.moved_at(optimizer),
@@ -253,21 +247,6 @@ class ObservedSteps:
         )
         self.loaded_at = ""
         known.note(optimizer)
-
-    def shard_storages(self) -> set[int]:
-        """The addresses of this rank's shards, and of the optimizers' states of them.
-
-        FSDP1's views with the names of whole weights, and local tensors of FSDP2 point there.
-        """
-        places = [place for model in self.models for place in model.places if not parts.is_whole(place)]
-        shards = [getattr(place.flat, "_local_shard", place.flat) for place in places if is_part_of_flat(place.flat)]
-        dtensors = (place.parameter for place in places if place.flat is None)
-        shards += [dtensor for dtensor in dtensors if parts.local(dtensor).numel() < dtensor.numel()]
-        sharded = {id(place.parameter) for place in places} if shards else set()
-        for parameter, state in [pair for optimizer in self.stepped for pair in optimizer.state.items()]:
-            if id(parameter) in sharded:
-                shards += [value for value in state.values() if getattr(value, "shape", None) == parameter.shape]
-        return {parts.local(shard).untyped_storage().data_ptr() for shard in shards if shard.dim()} - {0}
 
     def _trained(self) -> set[int]:
         return {id(place.parameter) for model in self.models for place in model.trained}

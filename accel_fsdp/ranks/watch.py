@@ -44,7 +44,7 @@ def begin() -> Callable[[], None]:
     """Installs the watch before the script imports anything; returns the function to call when the script has ended."""
     steps = _Steps(os.environ.get(HOLD_AFTER), HOLDING.is_possible)
     steps.watch_backward()
-    _watch_prepare(steps.measures, steps.saves)
+    _watch_prepare(steps.measures)
     steps.install()
     if CHECKPOINTING.is_possible:
         _watch_checkpointing()
@@ -102,13 +102,12 @@ def _watch_checkpointing() -> None:
     wrappers.torch_utils_checkpoint = checkpoint  # type: ignore[attr-defined]
 
 
-def _watch_prepare(measures: bool, saves: ObservedSaves) -> None:
+def _watch_prepare(measures: bool) -> None:
     """Measures each model that Accelerate prepares, and records beforehand which of its modules share a weight."""
     import torch
     from accelerate import Accelerator
 
     def prepare(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-        guarded(saves.watch)()
         before = [_shared_weights(item) for item in args if isinstance(item, torch.nn.Module)]
         result = original(self, *args, **kwargs)
         prepared = result if isinstance(result, tuple | list) else (result,)
@@ -191,7 +190,6 @@ class _Steps:
         if observing.is_paused:
             return
         if self.depth == 0:
-            self.saves.watch()
             self.models[id(module)] = module
             if torch.is_grad_enabled() and not self.in_backward and id(module) not in self.called_at:
                 self.called_at[id(module)] = script.line_of_call(sys._getframe(), module)

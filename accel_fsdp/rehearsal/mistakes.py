@@ -61,21 +61,6 @@ def _optimizer_before_sharding(records: Records) -> Content | None:
     return {**step, "line": step["made_at"]} if step and is_known and step["strange"] else None
 
 
-def _lost_states(records: Records) -> Content | None:
-    """A resumed optimizer without its states: the first steps after the resume are larger than they should be."""
-    for rank in records.steps:
-        loaded: Content | None = None
-        for event in (event for event in records.events if event.rank == rank):
-            if event.kind == "loaded" and event.content["optimizer"]:
-                loaded = event.content
-            elif event.kind == "step" and loaded:
-                later = records.steps_of(event.content["optimizer"], rank)
-                if not event.content["states"] and any(step["states"] for step in later):
-                    return loaded
-                loaded = None
-    return None
-
-
 def _different_units(records: Records) -> Content | None:
     """FSDP gathers a unit from all ranks: ranks that run another unit meanwhile mix up the weights, or hang."""
     orders = {
@@ -309,12 +294,6 @@ JUDGES: tuple[Callable[[Records], Iterator[Failure]], ...] = (
         "make the optimizer of the prepared model, or prepare both in one call: prepare(model, optimizer)",
     ),
     Judge(_nothing_prepared, "{call} comes before prepare, so that it {verb} no weights", ""),
-    Judge(
-        _lost_states,
-        "the optimizer lost its states: {path} was loaded, and the next step finds none of its states",
-        "fsdp_version: 2, or fsdp_state_dict_type: FULL_STATE_DICT; Accelerate loads no sharded one under FSDP1",
-        "fsdp_state_dict_type",
-    ),
     Judge(
         _different_units,
         "the ranks run different units: rank {first} runs {name} where rank {rank} runs {other}",

@@ -6,7 +6,7 @@ pass.
 
 import math
 import posixpath
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from accel_fsdp.config import Engine, JobConfig
 from accel_fsdp.errors import UserError
 from accel_fsdp.ranks import Holding, RankEvent, holding
 from accel_fsdp.rehearsal.blame import SCRIPT, Failure, mistake
+from accel_fsdp.rehearsal.records import Records
 from accel_fsdp.units import counted
 
 FOLDERS = (
@@ -49,38 +50,15 @@ UNPREFIXED = {
     "_orig_mod.": "the state dict of accelerator.unwrap_model(model, keep_torch_compile=False)",
 }
 """The state to save in place of tensors whose names begin like this."""
-ROUNDING = {"float32": 1e-9, "float64": 1e-9, "float16": 1e-3, "bfloat16": 8e-3}
+EXACT = 1e-9
+ROUNDING = {"float32": EXACT, "float64": EXACT, "float16": 1e-3, "bfloat16": 8e-3}
 """How far the sum and the norm of a saved weight may be off, relative to the norm, by dtype."""
-NOW, FIRST, OTHER = "now", "first", ""
-"""A file with the model's values at that moment, those from before the first step, or values that aren't recognised."""
+NOW, FIRST = "now", "first"
+"""A file with the model's values at that moment, or those from before the first step."""
 Sums = dict[str, tuple[float, float]]
 """The sum and the norm of each weight."""
-
-
-@dataclass(frozen=True)
-class _File:
-    """A file that a call wrote on one rank. `tensors` holds shape, dtype, sum and norm of each whole tensor by name."""
-
-    rank: int
-    call: str
-    path: str
-    line: str
-    step: int
-    barriers: int
-    machine: int
-    shards: int
-    count: int
-    is_bare: bool
-    has_optimizer: bool
-    tensors: Mapping[str, Sequence[Any]]
-
-    @property
-    def is_adapter(self) -> bool:
-        return posixpath.basename(self.path).startswith("adapter_")
-
-    @property
-    def what(self) -> str:
-        return f"{self.call} wrote {self.path}"
+File = Mapping[str, Any]
+"""A file that a call wrote on one rank. `tensors` holds shape, dtype, sum and norm of each whole tensor by name."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +71,9 @@ class _Model:
     ranks: int
 
     @classmethod
-    def of(cls, events: Sequence[RankEvent]) -> "_Model":
-        model = cls(set(), {}, {}, len({event.rank for event in events if event.kind == "began"}))
-        weights = [event for event in events if event.kind == "weights"]
+    def of(cls, records: Records) -> "_Model":
+        model = cls(set(), {}, {}, len(records.began))
+        weights = list(records.of("weights"))
         for event in weights if len({event.content["model"] for event in weights}) == 1 else ():
             model.names.update(event.content["names"])
             model.shapes.update(event.content["shapes"])
@@ -114,75 +92,92 @@ class _Model:
             for name, pairs in sums.items()
         }
 
-    def moved(self, step: int) -> set[str]:
-        """The weights that have changed since the start on a rank that reported then."""
-        return {
-            name
-            for rank, parts in self.parts.get(step, {}).items()
-            for name, part in parts.items()
-            if part != self.parts.get(0, {}).get(rank, {}).get(name, part)
+    def values_of(self, file: File) -> str:
+        """`NOW` or `FIRST` by the file's weights that have changed; empty without any, or if they are others."""
+        began = self.parts.get(0, {})
+        by_rank = self.parts.get(file["step"], {}).items()
+        parts = ((rank, name, part) for rank, held in by_rank for name, part in held.items())
+        changed = {name for rank, name, part in parts if part != began.get(rank, {}).get(name, part)}
+        saved = {
+            name: ((total, norm), ROUNDING[dtype])
+            for name, (shape, dtype, total, norm) in _by_user_name(file).items()
+            if name in changed and dtype in ROUNDING and [*shape] == [*self.shapes[name]]
         }
+
+        def holds(values: Sums) -> bool:
+            pairs = [(own, values.get(name, (0.0, 0.0)), rounding) for name, (own, rounding) in saved.items()]
+            return bool(saved and values) and all(
+                math.dist(own, expected) <= rounding * max(own[1], expected[1]) for own, expected, rounding in pairs
+            )
+
+        if holds(self.at(file["step"])):
+            return NOW
+        return FIRST if holds(self.at(0)) and all(rounding <= EXACT for _, rounding in saved.values()) else ""
+
+
+def _by_user_name(file: File) -> dict[str, Any]:
+    return {holding.user_name(name): tensor for name, tensor in file["tensors"].items()}
 
 
 def failures(events: Sequence[RankEvent], holdings: Mapping[int, Holding], job: JobConfig) -> Iterator[Failure]:
     """Yields each mistake once, the most serious first. Called if all ranks ended without an error."""
-    files, model = list(_files(events)), _Model.of(events)
-    checkpointed = {file.step for file in files if file.has_optimizer}
-    resumed = {event.content["path"] for event in events if event.kind == "loaded"}
-    resumed |= {file.path for file in files if file.step in checkpointed}
+    records = Records(events)
+    model = _Model.of(records)
+    files = [
+        {**event.content, **file, "rank": event.rank}
+        for event in records.of("saved")
+        for file in event.content["files"]
+    ]
+    checkpointed = {file["step"] for file in files if file["has_optimizer"]}
+    resumed = {event.content["path"] for event in records.of("loaded")}
+    resumed |= {file["path"] for file in files if file["step"] in checkpointed}
     sharing_ranks = max((unit.ranks for holding in holdings.values() for unit in holding.units), default=2)
     yield from _shards(files, sharing_ranks)
     yield from _mixed_files(files)
-    yield from _partial(events, next((holding.weights for holding in holdings.values()), 0), job)
-    last = list({file.path: file for file in files if file.tensors and not file.is_adapter}.values())
+    yield from _partial(records, next((holding.weights for holding in holdings.values()), 0), job)
+    last = {file["path"]: file for file in files if file["tensors"] and not _is_adapter(file)}.values()
     yield from _misnamed(last, model, resumed)
-    yield from _untrained([file for file in last if file.step], model)
+    yield from _untrained([file for file in last if file["step"]], model)
 
 
-def _files(events: Sequence[RankEvent]) -> Iterator[_File]:
-    for event in (event for event in events if event.kind == "saved"):
-        call = {key: event.content[key] for key in ("call", "line", "step", "barriers", "machine")}
-        yield from (_File(event.rank, **call, **file) for file in event.content["files"])
+def _is_adapter(file: File) -> bool:
+    return posixpath.basename(file["path"]).startswith("adapter_")
 
 
-def _shards(files: Sequence[_File], sharing_ranks: int) -> Iterator[Failure]:
+def _shards(files: Sequence[File], sharing_ranks: int) -> Iterator[Failure]:
     """A file per shard can be resumed on as many ranks; a single file with one shard isn't a model."""
-    sharded = [file for file in files if file.shards and file.call not in FOLDERS]
+    sharded = [file for file in files if file["shards"] and file["call"] not in FOLDERS]
     writers: dict[str, set[int]] = {}
     for file in sharded:
-        writers.setdefault(file.path, set()).add(file.rank)
+        writers.setdefault(file["path"], set()).add(file["rank"])
     single_writers = {rank for several in writers.values() if len(several) == 1 for rank in several}
     if sharded and len(single_writers) < sharing_ranks:
         first = sharded[0]
-        what = (
-            f"{first.call} wrote {first.shards} of {counted(first.count, 'tensor')} as the part that rank "
-            f"{first.rank} holds"
-        )
+        tensors = f"{first['shards']} of {counted(first['count'], 'tensor')}"
+        what = f"{first['call']} wrote {tensors} as the part that rank {first['rank']} holds"
         fix = "on all ranks, without no_dist, with the DTensors: {'model': model.state_dict()}"
-        yield mistake(what, fix if first.call in DCP else GATHER, first.line)
+        yield mistake(what, fix if first["call"] in DCP else GATHER, first["line"])
 
 
-def _mixed_files(files: Sequence[_File]) -> Iterator[Failure]:
+def _mixed_files(files: Sequence[File]) -> Iterator[Failure]:
     """Two ranks of a machine that write one file, with no barrier in between, may leave a mixture of both."""
-    writers: dict[tuple[str, int, int, int], dict[int, _File]] = {}
+    writers: dict[tuple[Any, ...], set[int]] = {}
     for file in files:
-        if file.call not in (*DCP, FOLDERS[0]) and not file.path.startswith("/dev/"):
-            key = (file.path, file.step, file.barriers, file.machine)
-            writers.setdefault(key, {}).setdefault(file.rank, file)
-    for ranks in writers.values():
-        if len(ranks) > 1:
-            listed = " and ".join(str(rank) for rank in sorted(ranks))
-            first = ranks[min(ranks)]
-            yield mistake(
-                f"ranks {listed} write one file at the same time, by {first.call}: {first.path} may be torn",
-                "if accelerator.is_main_process: before it, with what all ranks gather outside of that; or "
-                "save_pretrained(..., is_main_process=accelerator.is_main_process)",
-                first.line,
-            )
-            return
+        if file["call"] not in (*DCP, FOLDERS[0]) and not file["path"].startswith("/dev/"):
+            ranks = writers.setdefault(tuple(file[key] for key in ("path", "step", "barriers", "machine")), set())
+            ranks.add(file["rank"])
+            if len(ranks) > 1:
+                listed = " and ".join(map(str, sorted(ranks)))
+                yield mistake(
+                    f"ranks {listed} write one file at the same time, by {file['call']}: {file['path']} may be torn",
+                    "if accelerator.is_main_process: before it, with what all ranks gather outside of that; or "
+                    "save_pretrained(..., is_main_process=accelerator.is_main_process)",
+                    file["line"],
+                )
+                return
 
 
-def _misnamed(files: Sequence[_File], model: _Model, resumed: set[str]) -> Iterator[Failure]:
+def _misnamed(files: Iterable[File], model: _Model, resumed: set[str]) -> Iterator[Failure]:
     """Names that begin with those of wrappers, which the model without wrappers doesn't have.
 
     A wrapped model never reads a folder of `save_pretrained`. Other files pass if the script reads them, saves an
@@ -191,67 +186,34 @@ def _misnamed(files: Sequence[_File], model: _Model, resumed: set[str]) -> Itera
     if any("module" in name.split(".") for name in model.names):
         return
     for file in files:
-        strange = [name for name in file.tensors if name not in model.names and holding.user_name(name) in model.names]
-        if file.call == "PreTrainedModel.save_pretrained":
-            strange += [name for name in file.tensors if name.startswith(tensor_names.PEFT_PREFIX)]
-        is_model = (
-            file.is_bare
-            and {holding.user_name(name) for name in file.tensors} <= model.names
-            and _kind_of_values(file, model) == NOW
-        )
-        if strange and (file.call in FOLDERS[1:] or (is_model and file.path not in resumed)):
+        names = file["tensors"]
+        strange = [name for name in names if name not in model.names and holding.user_name(name) in model.names]
+        if file["call"] == "PreTrainedModel.save_pretrained":
+            strange += [name for name in names if name.startswith(tensor_names.PEFT_PREFIX)]
+        is_model = file["is_bare"] and _by_user_name(file).keys() <= model.names and model.values_of(file) == NOW
+        if strange and (file["call"] in FOLDERS[1:] or (is_model and file["path"] not in resumed)):
             prefix = next((prefix for prefix in UNPREFIXED if strange[0].startswith(prefix)), "")
-            yield mistake(
-                f"{file.what} with names of a wrapper, such as {strange[0]}, which the model itself doesn't have",
-                "save " + UNPREFIXED.get(prefix, UNWRAP),
-                file.line,
-            )
+            what = f"names of a wrapper, such as {strange[0]}, which the model itself doesn't have"
+            fix = f"save {UNPREFIXED.get(prefix, UNWRAP)}"
+            yield mistake(f"{file['call']} wrote {file['path']} with {what}", fix, file["line"])
             return
 
 
-def _untrained(files: Sequence[_File], model: _Model) -> Iterator[Failure]:
+def _untrained(files: Sequence[File], model: _Model) -> Iterator[Failure]:
     """Saves that all hold the values before training."""
-    if files and all(_kind_of_values(file, model) == FIRST for file in files):
+    if files and all(model.values_of(file) == FIRST for file in files):
         file = files[-1]
-        yield mistake(
-            f"{file.what} after {counted(file.step, 'step')} with the weights from before the first one",
-            "take the state dict when you save it: state = accelerator.get_state_dict(model) after the last step",
-            file.line,
-        )
+        when = f"after {counted(file['step'], 'step')} with the weights from before the first one"
+        fix = "take the state dict when you save it: state = accelerator.get_state_dict(model) after the last step"
+        yield mistake(f"{file['call']} wrote {file['path']} {when}", fix, file["line"])
 
 
-def _kind_of_values(file: _File, model: _Model) -> str | None:
-    """The values in a file, by its weights that have changed; None without any."""
-    now, moved = model.at(file.step), model.moved(file.step)
-    saved = {
-        holding.user_name(name): ((total, norm), ROUNDING[dtype])
-        for name, (shape, dtype, total, norm) in file.tensors.items()
-        if holding.user_name(name) in moved
-        and dtype in ROUNDING
-        and list(shape) == list(model.shapes[holding.user_name(name)])
-    }
-    if not saved:
-        return None
-
-    def holds(values: Sums) -> bool:
-        pairs = [(own, values.get(name, (0.0, 0.0)), rounding) for name, (own, rounding) in saved.items()]
-        return bool(values) and all(
-            math.dist(own, expected) <= rounding * max(own[1], expected[1]) for own, expected, rounding in pairs
-        )
-
-    if holds(now):
-        return NOW
-    if holds(model.at(0)) and all(rounding <= ROUNDING["float32"] for _, rounding in saved.values()):
-        return FIRST
-    return OTHER
-
-
-def _partial(events: Sequence[RankEvent], weights: int, job: JobConfig) -> Iterator[Failure]:
+def _partial(records: Records, weights: int, job: JobConfig) -> Iterator[Failure]:
     """Folders with fewer weights than the model that was saved, and empty adapters."""
-    saves = {event.content["path"]: event.content for event in events if event.kind == "saved"}
+    saves = {event.content["path"]: event.content for event in records.of("saved")}
     for path, content in saves.items():
         call, folder = content["call"], Path(path)
-        if call in FOLDERS and (flaw := _flaw(folder, weights if content["weights"] is None else content["weights"])):
+        if call in FOLDERS and (flaw := _flaw(folder, weights if content["is_model"] else 0)):
             key, fix = SCRIPT, SAVE
             is_checkpointed = job.is_fsdp and job.on("fsdp_activation_checkpointing")
             is_adapter = (folder / file_names.ADAPTER_CONFIG).is_file()
@@ -263,29 +225,16 @@ def _partial(events: Sequence[RankEvent], weights: int, job: JobConfig) -> Itera
 
 
 def _flaw(folder: Path, weights: int) -> str:
+    from accel_fsdp.checkpoints import open_checkpoint  # it imports torch
+
     if not folder.is_dir():
-        return "" if not folder.exists() else "as a file"
+        return "as a file" if folder.exists() else ""
     try:
         checkpoint = discover.look(folder)
-        if checkpoint is None:
-            return "without weights"
-        weights_there, is_adapter = _elements(checkpoint)
+        content = open_checkpoint.read(checkpoint) if checkpoint else None
     except UserError as error:
         return f"unreadable: {error.what}"
-    if weights_there == 0:
-        return "with 0 tensors"
-    if not is_adapter and weights_there < weights:
-        return f"with {weights_there:,} of {weights:,} weights"
-    return ""
-
-
-def _elements(checkpoint: discover.CheckpointLocation) -> tuple[int, bool]:
-    """The number of weights in a checkpoint, and whether they are an adapter's, which is saved without its base."""
-    from accel_fsdp.checkpoints import open_checkpoint, safetensors_files  # they import torch
-
-    if checkpoint.kind in discover.EXPORTED:
-        count = sum(math.prod(tensor.shape) for tensor in safetensors_files.of_place(checkpoint.weights).values())
-        return count, checkpoint.kind == "adapter"
-    content = open_checkpoint.read(checkpoint)
-    count = sum(math.prod(tensor.shape) for part in (content.tensors, content.adapter) for tensor in part.values())
-    return count, bool(content.adapter)
+    if content is None:
+        return "without weights"
+    saved = sum(math.prod(tensor.shape) for tensor in content.tensors.values())
+    return f"with {saved:,} of {weights:,} weights" if saved < weights and not content.adapter else ""

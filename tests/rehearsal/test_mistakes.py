@@ -38,7 +38,7 @@ def told(rank: int, kind: str, **content: Any) -> RankEvent:
 def step(rank: int = 0, **values: Any) -> RankEvent:
     """The record of a step."""
     content = {"optimizer": 0, "is_common": True, "is_copy": False, "line": "", "made_at": "mine.py:1", "moved_at": ""}
-    content |= {"backwards": 0, "passes": [], "groups": [], "states": True, "evaluating": False, "loaded_at": ""}
+    content |= {"backwards": 0, "passes": [], "groups": [], "evaluating": False, "loaded_at": ""}
     return told(rank, "step", **content | {"strange": 0, "missing": 0} | values)
 
 
@@ -136,13 +136,6 @@ def test_evaluation_mode_may_be_another_models() -> None:
         "steps 2 to 3 train in evaluation mode, without dropout, and those before in training mode"
     ]
     assert not is_reported(False, True, False, True)  # as in a GAN
-
-
-def test_an_optimizer_that_was_loaded_has_its_states() -> None:
-    loaded = told(0, "loaded", path="checkpoint-2", optimizer=True, line="mine.py:7")
-    assert "checkpoint-2 was loaded" in mistakes_of(loaded, step(states=False), step())[0]
-    assert not mistakes_of(loaded, step(), step())
-    assert not mistakes_of(loaded, step(states=False), step(states=False))  # as SGD
 
 
 Clears = Callable[[list[torch.optim.Optimizer], list[torch.nn.Module]], object]

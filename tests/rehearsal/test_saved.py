@@ -24,7 +24,7 @@ def save(path: str = "/model.pt", *files: dict[str, Any], call: str = "torch.sav
         "call": call,
         "path": path,
         **at,
-        "weights": None,
+        "is_model": True,
         "files": [{"path": path, **file} for file in files],
         **more,
     }
