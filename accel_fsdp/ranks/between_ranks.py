@@ -3,11 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.ranks import parts
 from accel_fsdp.ranks.ratios import EXACT, norm
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 MOSTLY = 0.9
@@ -46,20 +44,6 @@ def between(last: Updates, updates: Updates) -> dict[str, Any] | None:
     shares = changed[partly[0]]
     highest, lowest = (choose(shares, key=shares.__getitem__) for choose in (max, min))
     return {"name": partly[0], "ranks": [highest, lowest], "line": updates[highest]["line"]}
-
-
-def beginning(updates: Updates, plain: Mapping[str, "torch.Tensor"]) -> list[int] | None:
-    """A rank whose weights differ from those of the `plain` model before sharding, and one whose weights are equal."""
-    shares: dict[int, float] = {}
-    for rank, update in enumerate(updates):
-        weights = [(plain[name].detach(), *placed) for name, placed in update["weights"].items() if name in plain]
-        changes = [(parts.region(weight, start, part) != part).flatten() for weight, start, part in weights]
-        elements = sum(change.numel() for change in changes)
-        if elements:
-            shares[rank] = sum(int(change.sum()) for change in changes) / elements
-    if not shares or max(shares.values()) <= MOSTLY or min(shares.values()) > 0:
-        return None
-    return [choose(shares, key=shares.__getitem__) for choose in (max, min)]
 
 
 def differs_in_training(module: "nn.Module") -> bool:

@@ -8,6 +8,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.job import from_run
@@ -35,15 +36,15 @@ PREPARED = "accelerator.prepare"
 
 @dataclass
 class DrawnRows:
-    """The rows of one epoch of a loader on a rank, batch by batch.
+    """The rows of one epoch of a loader that a rank trained on.
 
-    `start` is a checksum of the data set's first row, where it can be read without side effects; `is_whole`: all rows
-    of the epoch are recorded. `places` are the rows' indices in the data set; `hashes` are checksums
-    of their content, None where the rows of a batch can't be distinguished. `once`: the sampler gives each row of the
-    data set once in an epoch, on all ranks together; `planned` is the largest
-    number of rows that this rank takes in an epoch, `batches` those of an epoch before Accelerate gives each rank its
-    part, and in this part. `sharders` name the loader or sampler that gives the rank its part. `sampler_epoch`: the
-    last argument of the sampler's `set_epoch`, if it has one.
+    `rows` are their indices in the data set, each with a checksum of the content, None where the rows of a batch can't
+    be distinguished; without the last batch, which may be filled with the epoch's first rows, or not be trained on yet.
+    `start` is a checksum of the data set's first row, where it can be read without side effects. `once`: the sampler
+    gives each row of the data set once in an epoch, on all ranks together; `planned` is the largest number of rows that
+    this rank takes in an epoch, `batches` those of an epoch before Accelerate gives each rank its part, and in this
+    part. `sharders` name the loader or sampler that gives the rank its part. `sampler_epoch`: the last argument of the
+    sampler's `set_epoch`, if it has one.
     """
 
     line: str
@@ -51,40 +52,34 @@ class DrawnRows:
     script: str
     loader: int = 0
     epoch: int = 0
-    places: list[list[int]] = field(default_factory=list)
-    hashes: list[list[int] | None] = field(default_factory=list)
-    is_whole: bool = False
+    rows: list[tuple[int, int | None]] = field(default_factory=list)
     length: int | None = None
     fingerprint: str | None = None
     start: int | None = None
     once: bool = False
     planned: int | None = None
-    batches: tuple[int, int] | None = None
-    batch: int | None = None
+    batches: tuple[int, int] = (0, 0)
     sharders: list[str] = field(default_factory=list)
     sampler_epoch: int | None = None
 
 
 @dataclass
-class _Loader:
-    """A loader, identified by the object that gives it indices."""
-
-    number: int = -1
-    noted: int = 0
-    now: "_Pass | None" = None
-
-
-@dataclass
 class _Pass:
-    """One iteration over a loader."""
+    """One iteration over a loader, identified by the id of its sampler's iterator, `indices`.
 
-    loader: _Loader
-    indices: "weakref.ref[Any]"
+    It counts batches: those `given` by now, and those given before the last backward pass. `is_left_out`: their rows
+    aren't recorded, as of a stream.
+    """
+
+    loader: list["_Pass"]
+    indices: int
     rows: DrawnRows
-    is_over: bool = False
-    is_stream: bool = False
+    places: list[list[int]] = field(default_factory=list)
+    hashes: list[list[int] | None] = field(default_factory=list)
     given: int = 0
     trained: int = 0
+    is_over: bool = False
+    is_left_out: bool = False
 
 
 class ObservedRows:
@@ -92,19 +87,16 @@ class ObservedRows:
 
     def __init__(self) -> None:
         self.made_at: dict[int, str] = {}
-        self.counted: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.loaders: weakref.WeakKeyDictionary[Any, _Loader] = weakref.WeakKeyDictionary()
+        self.loaders: weakref.WeakKeyDictionary[Any, list[_Pass]] = weakref.WeakKeyDictionary()
         self.passes: weakref.WeakKeyDictionary[Any, _Pass] = weakref.WeakKeyDictionary()
-        self.unfinished: list[_Pass] = []
+        self.all: list[list[_Pass]] = []
         self.last: _Pass | None = None
-        self.at_line: Counter[str] = Counter()
 
     def install(self) -> None:
         from torch.utils.data import DataLoader
         from torch.utils.data.dataloader import _BaseDataLoaderIter
 
         after(DataLoader, "__init__", self._on_loader)
-        after(DataLoader, "__len__", self._on_length)
         replace(_BaseDataLoaderIter, "_next_index", self._drawing)
         replace(_BaseDataLoaderIter, "__next__", self._giving)
 
@@ -134,81 +126,58 @@ class ObservedRows:
 
     @property
     def batches(self) -> tuple[int, int]:
-        """The batches of an epoch, of all ranks and of this one, if the script asked for the former.
-
-        They are 0 if it didn't, or left the last epoch before its end.
-        """
-        ended = self.last
-        return ended.rows.batches if ended and ended.is_over and ended.rows.batches else (0, 0)
+        """The batches of an epoch, of all ranks and of this one; 0 if the script left the last one before its end."""
+        return self.last.rows.batches if self.last and self.last.is_over else (0, 0)
 
     def report_end(self) -> None:
-        for unfinished in self.unfinished:
-            self._report(unfinished)
+        numbers: Counter[str] = Counter()
+        for passes in self.all:
+            trained = [drawn for drawn in passes if drawn.trained and not drawn.is_left_out]
+            for epoch, drawn in enumerate(trained, 1) if not from_run.ranks_may_share_rows() else ():
+                rows = drawn.rows
+                pairs = list(zip(drawn.places, drawn.hashes, strict=False))[: drawn.trained - 1]
+                rows.rows = [row for places, hashes in pairs for row in zip_longest(places, hashes or ())]
+                rows.loader, rows.epoch = numbers[rows.line], epoch
+                events.report("drawn", **asdict(rows))
+            numbers.update(drawn.rows.line for drawn in trained[:1])
 
     def _on_loader(self, _: Any, dataset: Any, *__: Any, **___: Any) -> None:
         if script.is_calling(sys._getframe(2)):  # a library makes another loader of the same data set
             self.made_at[id(dataset)] = script.line_of_stack(sys._getframe(2))
 
-    def _on_length(self, loader: Any) -> None:
-        """Notes that the script asked for the batches of an epoch before Accelerate gave each rank its part."""
-        from torch.utils.data import DataLoader
-
-        if type(loader) is DataLoader and loader.batch_sampler is not None and script.is_calling(sys._getframe(2)):
-            self.counted.add(loader.batch_sampler)
-
     def _on_index(self, iterator: Any, index: Any) -> None:
         drawn = self.passes.get(iterator)
-        if drawn is None or drawn.indices() is not iterator._sampler_iter:
+        if drawn is None or drawn.indices != id(iterator._sampler_iter):
             try:
-                drawn = self.passes[iterator] = self._begin(iterator)
+                passes = self.loaders.setdefault(iterator._index_sampler, [])
             except TypeError:  # indices in a list, which has no weak references
                 return
+            drawn = self.passes[iterator] = self._begin(iterator, passes)
         places = index if isinstance(index, list | tuple) else [index]
-        drawn.is_stream |= not all(isinstance(place, int) for place in places)
-        if not drawn.is_stream and sum(map(len, drawn.rows.places)) < MOST_ROWS:
-            drawn.rows.places.append([int(place) for place in places])
+        drawn.is_left_out |= not all(isinstance(place, int) for place in places)
+        if not drawn.is_left_out and sum(map(len, drawn.places)) < MOST_ROWS:
+            drawn.places.append([int(place) for place in places])
 
-    def _begin(self, iterator: Any) -> _Pass:
-        loader = self.loaders.setdefault(iterator._index_sampler, _Loader())
-        if loader.now:
-            self._report(loader.now)
-            self.unfinished.remove(loader.now)
+    def _begin(self, iterator: Any, passes: list[_Pass]) -> _Pass:
         loop = script.line_of_stack(sys._getframe(3))
         line = self.made_at.get(id(iterator._dataset), loop)
         rows = DrawnRows(line, loop, sys.argv[0], **_facts(iterator._index_sampler, iterator._dataset))
-        if getattr(iterator._index_sampler, "batch_sampler", None) not in self.counted:
-            rows.batches = None
-        loader.now = _Pass(loader, weakref.ref(iterator._sampler_iter), rows)
-        self.unfinished.append(loader.now)
-        return loader.now
+        if not passes:
+            self.all.append(passes)
+        passes[:] = [earlier for earlier in passes if earlier.trained]
+        passes.append(_Pass(passes, id(iterator._sampler_iter), rows, is_left_out=len(passes) >= MOST_EPOCHS))
+        return passes[-1]
 
     def _on_batch(self, iterator: Any, batch: Any) -> None:
         self.last = drawn = self.passes.get(iterator)
         if drawn is None:
             return
         drawn.given += 1
-        if drawn.loader.noted < MOST_EPOCHS and sum(len(hashes or [0]) for hashes in drawn.rows.hashes) < MOST_ROWS:
-            rows = drawn.rows.places and drawn.rows.places[len(drawn.rows.hashes) :]
-            count = len(rows[0]) if rows else None
-            drawn.rows.hashes.append(hashes_of(batch, count))
-
-    def _report(self, ended: _Pass) -> None:
-        loader, rows = ended.loader, ended.rows
-        if not ended.trained or ended.is_stream or from_run.ranks_may_share_rows() or loader.noted >= MOST_EPOCHS:
-            return
-        if loader.number < 0:
-            loader.number = self.at_line[rows.line]
-            self.at_line[rows.line] += 1
-        loader.noted += 1
-        rows.is_whole = ended.is_over and sum(map(len, rows.places)) < MOST_ROWS
-        if not rows.is_whole:  # the loaders of Accelerate take a batch before they give the last one
-            trained = max(1, ended.trained - bool(rows.sharders[:1] == [PREPARED]))
-            rows.places, rows.hashes = rows.places[:trained], rows.hashes[:trained]
-        rows.loader, rows.epoch = loader.number, loader.noted
-        events.report("drawn", **asdict(rows))
+        if len(drawn.hashes) < len(drawn.places):
+            drawn.hashes.append(hashes_of(batch, len(drawn.places[len(drawn.hashes)])))
 
 
-def hashes_of(batch: Any, rows: int | None = None) -> list[int] | None:
+def hashes_of(batch: Any, rows: int) -> list[int] | None:
     """A checksum for each row of a batch, of its input_ids if it has some; None if a batch has no such rows."""
     import torch
 
@@ -218,7 +187,7 @@ def hashes_of(batch: Any, rows: int | None = None) -> list[int] | None:
         batch = [batch["input_ids"]] if "input_ids" in batch else list(batch.values())
     parts = batch if isinstance(batch, list | tuple) else [batch]
     tensors = [tensor for tensor in parts if isinstance(tensor, torch.Tensor) and tensor.dim() and not tensor.is_meta]
-    tensors = [tensor for tensor in tensors if len(tensor) == (rows or len(tensors[0]))]
+    tensors = [tensor for tensor in tensors if len(tensor) == rows]
     if not tensors:
         return None
     if len(tensors) == 1 and isinstance(mask, torch.Tensor) and mask.shape == tensors[0].shape:
@@ -250,7 +219,7 @@ def _facts(indices: Any, dataset: Any) -> dict[str, Any]:
     if type(batches) is not BatchSampler:
         return facts
     sampler: Any = batches.sampler
-    facts |= {"batch": batches.batch_size, "sharders": [PREPARED] * is_shard}
+    facts["sharders"] = [PREPARED] * is_shard
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
         facts["sharders"].append("a DistributedSampler")
     if isinstance(epoch := getattr(sampler, "epoch", None), int) and hasattr(sampler, "set_epoch"):

@@ -137,11 +137,6 @@ def whole(shape: "torch.Size", name: str, of_ranks: Iterable[Parts]) -> "torch.T
     return total
 
 
-def region(total: "torch.Tensor", start: Start, part: "torch.Tensor") -> "torch.Tensor":
-    """The values of a whole weight in the region of a rank's part."""
-    return (total.view(-1) if isinstance(start, int) else total)[_index(start, part)]
-
-
 def _index(start: Start, part: "torch.Tensor") -> Any:
     if isinstance(start, int):
         return slice(start, start + part.numel())

@@ -124,8 +124,6 @@ class _Repeated:
             self._report("unscaled", self.first["line"])
         covered = set(self._stepped_names)
         reduced, used = self._whole_tensors("reduced"), self._whole_tensors("used")
-        if not self.number and (ranks := between_ranks.beginning(self.updates, self.weights)):
-            self._report("begins", self.wrapped_at, ranks=ranks)
         self._compare_copies("weights", "beginning")
         self._compare_copies("reduced", "gradient")
         if hidden := next((name for name in used if not _finite(reduced.get(name)) and _finite(used[name])), ""):
@@ -323,7 +321,8 @@ class _Repeated:
             line = self.wrapped_at if is_whole else self.first["unsynced"] or self.first["line"]
             self._report("ignored" if is_whole else "copies", line, of=what, **content)
         elif content:
-            self._report("copies", self._step_line, of=what, **content)
+            line = self._step_line if self.number else self.wrapped_at
+            self._report("copies", line, of=what, **content)
 
     def _compare_steps(self, before: Tensors, used: Tensors, after: Tensors) -> str:
         """Repeats each optimizer's step with the gradients that it used; returns why it can't, or an empty text."""

@@ -8,15 +8,13 @@ from typing import Any
 from accel_fsdp.ranks import script
 from accel_fsdp.ranks.observing import after
 
-STEPS = "num_training_steps"
-
 
 @dataclass
 class _Scheduled:
     """An optimizer with a scheduler, the line that created it, and that of the last move.
 
     `is_by_script`: the script moves it itself; Accelerate moves what it prepared once for each rank. `latest` is the
-    scheduler that moved last, one of several in a row, and `latest_moves` its own moves.
+    scheduler that moved last, one of several in a row, and `moves` are its own.
     """
 
     optimizer: Any
@@ -25,25 +23,20 @@ class _Scheduled:
     moves: int = 0
     is_by_script: bool = False
     latest: Any = None
-    latest_moves: int = 0
 
+    def content(self) -> dict[str, Any]:
+        """`planned`: the moves for which a schedule of transformers was made, or torch's cosine; 0 for others.
 
-def planned_moves(scheduler: Any) -> int:
-    """The moves for which a schedule of transformers was made, or torch's cosine, which then falls once; else 0."""
-    from torch.optim.lr_scheduler import CosineAnnealingLR
+        `may_rise`: whether the rate may rise after them, as torch's cosine does by its formula.
+        """
+        from torch.optim.lr_scheduler import CosineAnnealingLR
 
-    return int(scheduler.T_max) if type(scheduler) is CosineAnnealingLR else int(_settings(scheduler).get(STEPS, 0))
-
-
-def may_rise(scheduler: Any) -> bool:
-    """Whether the rate may rise after the planned moves, as torch's cosine does by its formula."""
-    return bool(_settings(scheduler).get("num_cycles", 1) != 0.5)
-
-
-def _settings(scheduler: Any) -> dict[str, Any]:
-    """The settings of transformers' own schedules; empty for others."""
-    settings: dict[str, Any] = getattr(next(iter(getattr(scheduler, "lr_lambdas", ())), None), "keywords", {})
-    return settings
+        # only those of transformers have keywords
+        own = getattr(next(iter(getattr(self.latest, "lr_lambdas", ())), None), "keywords", {})
+        is_cosine = type(self.latest) is CosineAnnealingLR
+        planned = self.latest.T_max if is_cosine else own.get("num_training_steps", 0)
+        values = {name: value for name, value in vars(self).items() if name not in ("optimizer", "latest")}
+        return {**values, "planned": int(planned), "may_rise": own.get("num_cycles", 1) != 0.5}
 
 
 class ObservedSchedules:
@@ -63,10 +56,9 @@ class ObservedSchedules:
 
     def _on_moved(self, scheduler: Any, *_: Any, **__: Any) -> None:
         if known := self._of(scheduler.optimizer):  # None in `__init__`, which moves it once
-            known.moves += 1
             known.moved_at = script.line_of_stack(sys._getframe(2))
             known.is_by_script |= script.is_calling(sys._getframe(1))
-            known.latest_moves = 1 + (known.latest_moves if known.latest is scheduler else 0)
+            known.moves = 1 + (known.moves if known.latest is scheduler else 0)
             known.latest = scheduler
 
     def _of(self, optimizer: Any) -> _Scheduled | None:
@@ -83,15 +75,7 @@ class ObservedSchedules:
         """All schedules at the end of the script, with the numbers of their optimizers: one may wrap another."""
         pairs = [(optimizer.param_groups, of_steps.number) for optimizer, of_steps in optimizers.items()]
         return [
-            {
-                "optimizers": [number for groups, number in pairs if groups is known.optimizer.param_groups],
-                "made_at": known.made_at,
-                "moved_at": known.moved_at,
-                "moves": known.moves,
-                "is_by_script": known.is_by_script,
-                "latest_moves": known.latest_moves,
-                "planned": planned_moves(known.latest),
-                "may_rise": may_rise(known.latest),
-            }
+            {"optimizers": [number for groups, number in pairs if groups is known.optimizer.param_groups]}
+            | known.content()
             for known in self.scheduled
         ]

@@ -73,30 +73,26 @@ def _split_twice(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]
 
 def _shared(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
     """Rows that two ranks train on in one epoch, where a plain run trains on each once."""
-    for (first, record), (other, other_record) in combinations(sorted(of_ranks.items()), 2):
-        if not (record["once"] and other_record["once"]):
-            continue
-        same_data = _same_data(record, other_record)
-        if same_data:
-            first_rows, other_rows = set(_places(_unpadded(record))), set(_places(_unpadded(other_record)))
-            is_mistake = bool(first_rows & other_rows)
+    once = [(rank, rows) for rank, rows in sorted(of_ranks.items()) if rows["once"]]
+    for (first, record), (other, other_record) in combinations(once, 2):
+        first_places, other_places = {*_places(record)}, {*_places(other_record)}
+        if same_data := _same_data(record, other_record):
+            shared, of_other = first_places & other_places, other_places
+            is_mistake = bool(shared)
         else:
-            first_rows, other_rows = _contents(record), _contents(other_record)
-            fewest = min(len(first_rows), len(other_rows))
-            is_mistake = fewest >= FEWEST_BY_CONTENT and len(first_rows & other_rows) >= SHARE_OF_PARTS * fewest
+            first_rows, of_other = _contents(record), _contents(other_record)
+            shared, fewest = first_rows & of_other, min(len(first_rows), len(of_other))
+            is_mistake = fewest >= FEWEST_BY_CONTENT and len(shared) >= SHARE_OF_PARTS * fewest
         if is_mistake:
-            are_apart = same_data is False or set(_places(record)).isdisjoint(_places(other_record))
             what = (
-                f"rank {other} trained on {len(first_rows & other_rows)} of {counted(len(other_rows), 'row')} that "
-                f"rank {first} had too, in epoch {record['epoch']}"
+                f"rank {other} trained on {len(shared)} of {counted(len(of_other), 'row')} that rank {first} had too, "
+                f"in epoch {record['epoch']}"
             )
+            are_apart = same_data is False or first_places.isdisjoint(other_places)
             line = other_record["line"]
-            file = line.rpartition(":")[0]
-            if not record["sharders"] and (own := line_of_own_loader(file)):
-                yield mistake(what, "return self.accelerator.prepare(dataloader)", f"{file}:{own}")
-            else:
-                fix = _fix(record["sharders"], are_apart)
-                yield mistake(what, fix, lines.nearest(line, *DRAWING) if are_apart else line)
+            yield mistake(
+                what, _fix(record["sharders"], are_apart), lines.nearest(line, *DRAWING) if are_apart else line
+            )
             return
 
 
@@ -117,7 +113,9 @@ def _same_data(record: Mapping[str, Any], other_record: Mapping[str, Any]) -> bo
         return False
     if record["fingerprint"] and record["fingerprint"] == other_record["fingerprint"]:
         return True
-    first_rows, other_rows = _by_place(record), _by_place(other_record)
+    first_rows, other_rows = (
+        {place: content for place, content in rows["rows"] if content} for rows in (record, other_record)
+    )
     common = first_rows.keys() & other_rows.keys()
     if any(first_rows[place] != other_rows[place] for place in common):
         return False
@@ -145,36 +143,17 @@ def _not_shuffled(events: Sequence[RankEvent], rank: int) -> Iterator[Failure]:
             return
 
 
-def _unpadded(rows: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The rows without the last batch of an epoch, which rows from its start may fill."""
-    full = -(-(rows["planned"] or 0) // (rows["batch"] or 1))
-    if not rows["is_whole"] and not (full and len(rows["places"]) >= full):
-        return rows
-    return {**rows, "places": rows["places"][:-1], "hashes": rows["hashes"][:-1]}
-
-
 def _places(rows: Mapping[str, Any]) -> list[int]:
-    return list(chain.from_iterable(rows["places"]))
-
-
-def _by_place(rows: Mapping[str, Any]) -> dict[int, int]:
-    """The checksum of each row by its index, for batches whose rows can be distinguished."""
-    pairs = zip(rows["places"], rows["hashes"], strict=False)
-    return {
-        place: content
-        for places, hashes in pairs
-        if hashes is not None and len(hashes) == len(places)
-        for place, content in zip(places, hashes, strict=True)
-    }
+    return [place for place, _ in rows["rows"]]
 
 
 def _contents(rows: Mapping[str, Any]) -> set[int]:
     """The rows' checksums until one repeats, as in the next epoch; empty if rows can't be distinguished."""
     seen: set[int] = set()
-    for hashes in _unpadded(rows)["hashes"]:
-        if hashes is None or not seen.isdisjoint(hashes) or len(set(hashes)) < len(hashes):
+    for _, content in rows["rows"]:
+        if content is None or content in seen:
             break
-        seen.update(hashes)
+        seen.add(content)
     return seen
 
 
@@ -185,14 +164,6 @@ def line_of_split(script: str) -> int:
     by_rank = names_of_rank(tree)
     lines = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.expr) and _splits(node, by_rank)]
     return min(lines, default=0)
-
-
-@cache
-def line_of_own_loader(script: str) -> int:
-    """Where a Trainer's own `get_train_dataloader` returns; 0 if there is none."""
-    functions = (node for node in ast.walk(parsed(script)) if isinstance(node, ast.FunctionDef))
-    nodes = chain.from_iterable(ast.walk(node) for node in functions if node.name == "get_train_dataloader")
-    return max((node.lineno for node in nodes if isinstance(node, ast.Return)), default=0)
 
 
 def _splits(node: ast.expr, by_rank: frozenset[str]) -> bool:

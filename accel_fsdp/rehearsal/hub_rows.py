@@ -30,21 +30,14 @@ def fetch(launcher: Rehearsed, dataset: str, split: str, config_name: str | None
 
 
 def _write(dataset: str, target: Path, split: str, config_name: str | None) -> str:
-    try:
-        rows.cut(dataset, target, split, config_name, from_hub=True)
-    except UserError as error:
-        cause = error.__cause__ or error
-        if not _is_unreachable(cause):
-            raise
-        return first_line(cause)
-    except Exception as error:  # any error of the network: rows can be made up
-        return first_line(error)
-    return ""
-
-
-def _is_unreachable(error: BaseException) -> bool:
-    """Whether the data set is missing on the hub, closed to this account, or the hub can't be reached."""
     from datasets.exceptions import DatasetNotFoundError
 
-    is_lost = type(error) is FileNotFoundError  # not one of its subclasses, which name a missing part of the data set
-    return is_lost or isinstance(error, (DatasetNotFoundError, ConnectionError))
+    try:
+        rows.cut(dataset, target, split, config_name, from_hub=True)
+    except Exception as error:  # any error of the network: rows can be made up
+        cause = error.__cause__ or error
+        is_lost = type(cause) is FileNotFoundError  # its subclasses name a missing part of the data set
+        if isinstance(error, UserError) and not (is_lost or isinstance(cause, DatasetNotFoundError | ConnectionError)):
+            raise
+        return first_line(cause)
+    return ""

@@ -163,11 +163,6 @@ PLAIN: Mapping[str, Text] = {
         "forward",
         "mixed_precision",
     ),
-    "begins": Text(
-        "before the first step rank {ranks[0]} no longer has the weights with which the model was wrapped on rank 0; "
-        "rank {ranks[1]} still has them",
-        "the same seed on all ranks before the model is made; and no broadcast of shards, which differ by rank",
-    ),
     "behind": Text(
         "between two steps {name} changed on rank {ranks[0]}, and not on rank {ranks[1]}",
         "change weights on all ranks; a rank sees its own shards alone",

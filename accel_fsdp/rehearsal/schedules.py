@@ -36,7 +36,7 @@ def find(records: Records) -> Iterator[Failure]:
         what = f"the learning rate is 0 in the last {idle} of {counted(len(steps), 'step')}"
         yield mistake(what + (f": the scheduler moved {moves} times" if moves > len(steps) else ""), FIX, line)
     for schedule, own in zip(schedules, counts, strict=True):
-        planned, moves = schedule["planned"], schedule["latest_moves"]
+        planned, moves = schedule["planned"], schedule["moves"]
         is_due = own <= planned + 1 or not schedule["may_rise"]  # torch's cosine rises again by its formula
         if planned and is_due and moves > OVER * planned:
             what = f"the learning rate's schedule for {counted(planned, 'move')} has moved {moves} times"

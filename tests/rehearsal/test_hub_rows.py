@@ -1,7 +1,6 @@
 """Rows of a data set on the hub: from a small hub on this machine, from a cache, and made up where there is neither."""
 
 import json
-import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -9,7 +8,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any, ClassVar
-from urllib.parse import unquote, urlsplit
 
 import pytest
 from conftest import ROOT
@@ -20,71 +18,25 @@ from accel_fsdp.job import Layout
 from accel_fsdp.rehearsal import hub_rows, prepare
 from accel_fsdp.rehearsal.job import Rehearsed
 
-COMMIT = "1" * 40
-ROWS = [{"question": f"Q{number} " * 40, "answer": "A" * (1 + number % 5)} for number in range(80)]
-
 
 class Hub(BaseHTTPRequestHandler):
-    """What a hub answers for `me/chats`, which is public, and for names that it doesn't know."""
+    """Knows no data set; while it is silent it doesn't even say that."""
 
-    files: ClassVar = {
-        "data/train_sft-00000-of-00001.jsonl": b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
-    }
     silent: ClassVar = False
 
     def log_message(self, *words: Any) -> None:
         """Nothing: the test's output stays its own."""
 
-    def answer(self, body: bytes, code: int = 200, **headers: str) -> None:
-        self.send_response(code)
-        for name, value in {"Content-Length": str(len(body)), **headers}.items():
-            self.send_header(name.replace("_", "-"), value)
-        with suppress(ConnectionError):  # who asked was ended meanwhile
-            self.end_headers()
-            self.wfile.write(body if self.command != "HEAD" else b"")
-
     def do_GET(self) -> None:
         while Hub.silent:
             time.sleep(0.1)
-        path = unquote(urlsplit(self.path).path)
-        if "/me/chats" not in path:
-            self.answer(b"{}", 401, X_Error_Code="RepoNotFound")
-        elif path.startswith("/api/datasets/me/chats/tree/"):
-            self.listed(path.partition("/tree/")[2].partition("/")[2])
-        elif path.startswith("/api/"):
-            info = {"id": "me/chats", "sha": COMMIT, "siblings": [{"rfilename": name} for name in self.files]}
-            self.answer(json.dumps({**info, "tags": [], "downloads": 0, "likes": 0, "private": False}).encode())
-        else:
-            self.file(re.sub(r".*/resolve/[^/]*/", "", path))
+        with suppress(ConnectionError):  # who asked was ended meanwhile
+            self.send_response(401)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
 
-    do_HEAD = do_GET
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.listed("")
-
-    def listed(self, folder: str) -> None:
-        """What is in a folder; at the top that is the folder of the files."""
-        entries: list[dict[str, Any]] = [{"type": "directory", "oid": COMMIT, "size": 0, "path": "data"}]
-        if folder == "data":
-            entries = [
-                {"type": "file", "oid": COMMIT, "size": len(body), "path": name} for name, body in self.files.items()
-            ]
-        self.answer(json.dumps(entries).encode())
-
-    def file(self, name: str) -> None:
-        body = self.files.get(name)
-        if body is None:
-            self.answer(b"", 404, X_Error_Code="EntryNotFound")
-            return
-        common = {"X_Repo_Commit": COMMIT, "ETag": '"1"', "Accept_Ranges": "bytes"}
-        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        if asked is None:
-            self.answer(body, **common)
-            return
-        start, end = int(asked[1]), min(int(asked[2] or len(body)), len(body) - 1)
-        part = body[start : end + 1]
-        self.answer(part, 206, Content_Range=f"bytes {start}-{end}/{len(body)}", **common)
+    do_HEAD = do_POST = do_GET
 
 
 @pytest.fixture
@@ -107,15 +59,19 @@ def fetched(folder: Path, name: str, split: str = "train_sft") -> tuple[str, lis
     return why, [json.loads(line) for line in lines]
 
 
-def test_the_first_rows_are_streamed(hub: str, tmp_path: Path) -> None:
-    assert fetched(tmp_path / "there", "me/chats") == ("", ROWS[:64])
+def test_the_first_rows_are_streamed(tmp_path: Path) -> None:
+    """Of a folder, which datasets streams as it does a data set of the hub."""
+    (folder := tmp_path / "chats").mkdir()
+    (folder / "train_sft.jsonl").write_text("".join(json.dumps({"question": n}) + "\n" for n in range(80)))
+    why, rows = fetched(tmp_path / "there", str(folder), "train")
+    assert (why, [row["question"] for row in rows]) == ("", [*range(64)])
+    with pytest.raises(UserError, match="no split validation"):
+        fetched(tmp_path / "split", str(folder), "validation")
 
 
 def test_what_the_hub_refuses(hub: str, tmp_path: Path) -> None:
     why, rows = fetched(tmp_path / "none", "me/diary")
     assert (why, rows) == ("Dataset 'me/diary' doesn't exist on the Hub or cannot be accessed.", [])
-    with pytest.raises(UserError, match="no split train"):
-        fetched(tmp_path / "split", "me/chats", "train")
 
 
 @pytest.mark.slow

@@ -103,7 +103,7 @@ def test_a_schedule_may_rise(name: str, tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_schedule_for_the_batches_of_all_ranks(planned: int, moves: int, steps: int, is_mistake: bool) -> None:
     """Two epochs of 12 batches, of which each of two ranks has 6."""
     schedule = {"optimizers": [0], "made_at": "", "moved_at": "", "is_by_script": True, "may_rise": True}
-    schedule |= {"planned": planned, "moves": moves, "latest_moves": moves}
+    schedule |= {"planned": planned, "moves": moves}
     step = {"optimizer": 0, "groups": [{"lr": [0.1]}]}
     ended = {"batches": [12, 6], "backwards": 12, "schedules": [schedule]}
     events = [*(RankEvent(0, 0.0, "step", step) for _ in range(steps)), RankEvent(0, 1.0, "trained", ended)]

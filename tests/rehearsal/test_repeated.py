@@ -9,7 +9,7 @@ import torch
 from conftest import ROOT
 from rehearsals import FSDP1, FSDP2, rehearsed, yaml_file
 
-from accel_fsdp.ranks import RankEvent, between_ranks, loss_shares, ratios
+from accel_fsdp.ranks import RankEvent, loss_shares, ratios
 from accel_fsdp.rehearsal import repeated, report
 
 SCRIPT = ROOT / "tests/rehearsal/right.py"
@@ -132,8 +132,6 @@ def test_a_rank_that_holds_nothing_of_a_weight_agrees_with_all_others() -> None:
     empty = ([1, 0], torch.ones(0, 4))
     assert ratios.share_changed({"head": head}, {"head": clipped}) == 1
     assert ratios.share_changed({"head": empty}, {"head": empty}) is None
-    updates = [{"weights": {"head": part}} for part in (clipped, empty)]
-    assert between_ranks.beginning(updates, {"head": torch.ones(1, 4)}) is None
 
 
 def test_a_rate_of_0_is_remarked() -> None:
