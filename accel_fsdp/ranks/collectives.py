@@ -36,8 +36,8 @@ class Call(NamedTuple):
     name: str
     call: str
     """The function that the script's line calls, or the collective."""
-    lines: tuple[str, ...]
-    sizes: tuple[tuple[int, ...], ...]
+    lines: list[str]
+    sizes: list[list[int]]
 
     @property
     def kind(self) -> str:
@@ -51,21 +51,17 @@ class Call(NamedTuple):
 def aborted(folder: Path, script_file: Path) -> list[RankEvent]:
     """An event for each rank whose process a library aborted, with the call that the script was in."""
     results = []
+    project = os.path.dirname(os.path.abspath(script_file))
     for path in folder.glob(f"*{events.ABORTED}"):
         frames = re.findall(r'File "(.+)", line (\d+) in (.+)', path.read_text(encoding="utf-8", errors="replace"))
-        own = [number for number, (file, *_) in enumerate(frames) if _folder(file) == _folder(script_file)]
+        own = [number for number, (file, *_) in enumerate(frames) if os.path.dirname(file) == project]
         if own:
             places = [(os.path.basename(frames[number][0]), frames[number][1]) for number in reversed(own)]
             lines = [f"{script_file.parent / file}:{line}" for file, line in places]
             call = _called_function([name for *_, name in frames[: own[0]]], "a collective")
-            content = {"calls": [["", 0, "", call, lines, []]]}
+            content = {"calls": [Call("", 0, "", call, lines, [])._asdict()]}
             results.append(RankEvent(int(path.name.partition(".")[0]), time.monotonic(), "aborted", content))
     return results
-
-
-def _folder(file: str | Path) -> str:
-    """The absolute folder; empty for code that isn't in a file, such as <string>."""
-    return "" if str(file).startswith("<") else os.path.dirname(os.path.abspath(file))
 
 
 def _called_function(names: Sequence[str], collective: str) -> str:
@@ -76,15 +72,11 @@ def _called_function(names: Sequence[str], collective: str) -> str:
 def report() -> None:
     """Reports the latest calls, up to the 2,000 that torch records."""
     with contextlib.suppress(Exception):  # what torch records is not documented
-        events.report("calls", calls=[list(call) for call in _calls()])
+        events.report("calls", calls=[call._asdict() for call in _calls()])
 
 
-def calls_of(content: Mapping[str, Any]) -> list[Call]:
-    """The calls in the content of an event."""
-    return [
-        Call(group, number, name, call, tuple(lines), tuple(map(tuple, sizes)))
-        for group, number, name, call, lines, sizes in content["calls"]
-    ]
+def calls_of(event: RankEvent) -> list[Call]:
+    return [Call(**call) for call in event.content["calls"]]
 
 
 def _calls() -> list[Call]:
@@ -98,11 +90,11 @@ def _calls() -> list[Call]:
 def _call(entry: Mapping[str, Any]) -> Call:
     frames = entry.get("frames") or []  # innermost first
     own = [number for number, frame in enumerate(frames) if script.is_own(frame["filename"])]
-    lines = tuple(script.line_of([(frames[number]["filename"], frames[number]["line"])]) for number in reversed(own))
+    lines = [script.line_of([(frames[number]["filename"], frames[number]["line"])]) for number in reversed(own)]
     inner = [str(frame["name"]) for frame in (frames[: own[0]] if own else frames)]
     collective = str(entry["profiling_name"]).rpartition(":")[2]
     call = _called_function(inner, collective)
-    sizes = tuple(tuple(size) for size in entry.get("input_sizes", ()))
+    sizes = [list(size) for size in entry.get("input_sizes", ())]
     return Call(str(entry["process_group"][0]), int(entry["collective_seq_id"]), collective, call, lines, sizes)
 
 

@@ -58,7 +58,7 @@ def _watch(main: int) -> None:
             return
         if not answered and events.is_asked():
             answered = True
-            events.report("at", **_content(location))
+            events.report("at", **location._asdict())
             collectives.report()
         now, computed, stack = time.monotonic(), computed_seconds(), location.stack
         if stack != place or computed - busy > BUSY * (now - since):
@@ -72,13 +72,8 @@ def _watch(main: int) -> None:
             location.collective and seconds > IDLE_SECONDS and waiting.delayed_seconds() - delayed <= BUSY * seconds
         )
         if (level := 2 if is_long else int(bool(is_idle))) > reported:
-            events.report("still", **_content(location), long=is_long)
+            events.report("still", **location._asdict(), long=is_long)
             reported = level
-
-
-def _content(location: Location) -> dict[str, str]:
-    """The content of an event about a location."""
-    return {"stack": location.stack, "collective": location.collective, "line": location.line}
 
 
 def location_of(thread: int) -> Location | None:
@@ -99,13 +94,8 @@ def computed_seconds() -> float:
 
 def collective_of_error(error: BaseException) -> str:
     """The collective in an error's traceback; empty if there is none."""
-    return _collective(_spots(error))
-
-
-def _spots(error: BaseException) -> list[FrameLocation]:
-    """The frames of an error's traceback, innermost first."""
-    spots = [FrameLocation(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    return spots[::-1]
+    frames = [FrameLocation(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return _collective(frames[::-1])
 
 
 def _collective(stack: Sequence[FrameLocation]) -> str:

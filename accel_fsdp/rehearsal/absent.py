@@ -6,7 +6,7 @@ Besides the ranks' calls it only reads the script.
 import ast
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from itertools import chain, combinations
+from itertools import chain, combinations, takewhile
 from typing import NamedTuple
 
 from accel_fsdp.ranks import Call, RankEvent, calls_of
@@ -69,9 +69,9 @@ class _Mismatch(NamedTuple):
 
 def absence(events: Sequence[RankEvent]) -> Absence | None:
     """The missing or differing collective that the ranks' calls show, or None."""
-    calls = {event.rank: calls_of(event.content) for event in events if event.kind == "calls"}
+    calls = {event.rank: calls_of(event) for event in events if event.kind == "calls"}
     silent = sorted({event.rank for event in events if event.kind == "began"} - calls.keys())
-    aborted = {event.rank: calls_of(event.content)[-1] for event in events if event.kind == "aborted"}
+    aborted = {event.rank: calls_of(event)[-1] for event in events if event.kind == "aborted"}
     mismatch = next(chain(_mismatches(calls), _mismatches_with(silent, calls, aborted)), None)
     return Absence(*_sentence(mismatch, events), mismatch.call.lines[-1]) if mismatch else None
 
@@ -98,7 +98,7 @@ def _mismatches(calls: Calls) -> Iterator[_Mismatch]:
 
 
 def _mismatch(calls: Calls, own: Mapping[int, Call], rank: int, other: int) -> _Mismatch:
-    is_new = own[rank].lines not in {earlier.lines for earlier in calls[other]}
+    is_new = all(earlier.lines != own[rank].lines for earlier in calls[other])
     return _Mismatch(rank, own[rank], other, own.get(other), is_new)
 
 
@@ -128,7 +128,7 @@ def _sentence(mismatch: _Mismatch, events: Sequence[RankEvent]) -> tuple[str, st
         return f"{alone}, under {branch}", FIXES.get(call.kind, FIXES["other"])
     if call.kind == "generate" and not is_new:
         return f"rank {rank} generates more tokens than rank {other}", FIXES["lengths"]
-    if loop and not is_new and not (other_call and _runs_in(other_call.lines, loop)):
+    if loop and not is_new and not any(_holds(loop, line) for line in (other_call.lines if other_call else ())):
         passes = sum(event.kind == "loss" and event.rank == other for event in events)
         after = counted(passes, "backward pass", "backward passes")
         left = f"rank {other} left the loop of line {loop.lineno} after {after}, and rank {rank} goes on in it"
@@ -151,17 +151,13 @@ def _shape(call: Call) -> str:
     return ", ".join("x".join(map(str, size)) or "a number" for size in call.sizes)
 
 
-def _runs_in(lines: Sequence[str], loop: ast.For | ast.While) -> bool:
-    return any(_holds(loop, _number(line)) for line in lines)
-
-
 def _branch(call: Call) -> str:
     """The condition on a rank under which the script makes a call; empty if there is none."""
     for line in reversed(call.lines):
         names = names_of_rank(parsed(line.rpartition(":")[0]))
         for node in _parents(line):
             if isinstance(node, ast.If) and (condition := _on_ranks(node.test, names)):
-                is_else = any(_holds(inner, _number(line)) for inner in node.orelse)
+                is_else = any(_holds(inner, line) for inner in node.orelse)
                 return f"{'the else of ' if is_else else ''}`if {condition}` in line {node.lineno}"
     return ""
 
@@ -212,25 +208,14 @@ def _loop(call: Call) -> ast.For | ast.While | None:
 
 def _parents(line: str) -> list[ast.stmt]:
     """The statements around a line, innermost first; a function ends them."""
-    statements: list[ast.stmt] = []
-    body: Sequence[ast.AST] = [parsed(line.rpartition(":")[0])]
-    while inner := next((node for node in body if _holds(node, _number(line))), None):
-        if isinstance(inner, ast.FunctionDef | ast.ClassDef):
-            statements = []
-        elif isinstance(inner, ast.stmt):
-            statements.append(inner)
-        body = list(ast.iter_child_nodes(inner))
-    return statements[::-1]
+    nodes = ast.walk(parsed(line.rpartition(":")[0]))
+    around = [node for node in nodes if isinstance(node, ast.stmt) and _holds(node, line)]
+    return list(takewhile(lambda node: not isinstance(node, ast.FunctionDef | ast.ClassDef), around[::-1]))
 
 
-def _holds(node: ast.AST, line: int) -> bool:
-    return isinstance(node, ast.Module) or getattr(node, "lineno", line + 1) <= line <= getattr(
-        node, "end_lineno", line
-    )
-
-
-def _number(line: str) -> int:
-    return int(line.rpartition(":")[2])
+def _holds(node: ast.stmt, line: str) -> bool:
+    number = int(line.rpartition(":")[2])
+    return node.lineno <= number <= (node.end_lineno or number)
 
 
 @cache
