@@ -7,8 +7,8 @@ the filling of an epoch's last batch for equal numbers on all ranks.
 import ast
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from itertools import chain, combinations, pairwise
-from typing import Any
+from itertools import chain, combinations, islice
+from typing import Any, TypeAlias
 
 from accel_fsdp.ranks import RankEvent, lines
 from accel_fsdp.rehearsal.absent import names_a_rank, names_of_rank, parsed
@@ -25,24 +25,23 @@ SPLITTING = ("shard", "select", "Subset", "split_dataset_by_node", "range")
 """Functions that take a part of a data set."""
 DRAWING = ("random_split(", "train_test_split(", "shuffle(", "permutation(", "randperm(", "sample(")
 """Calls that order or divide a data set at random."""
-DISTRIBUTED = "a DistributedSampler"
+SEEDED = "one seed on all ranks before random_split and shuffle, and in samplers, so that ranks take parts of one order"
+OfRanks: TypeAlias = "dict[int, Mapping[str, Any]]"
+"""What each rank recorded of an epoch of a loader."""
 
 
 def find(events: Sequence[RankEvent]) -> Iterator[Failure]:
     """Yields the most serious mistake, of the first loader and epoch that has one."""
-    by_loader: dict[tuple[Any, ...], dict[int, Mapping[str, Any]]] = {}
-    for event in events:
-        if event.kind == "drawn":
-            rows = event.content
-            by_loader.setdefault((rows["epoch"], rows["line"], rows["loader"]), {})[event.rank] = rows
-    checks = [
-        look(of_ranks) for look in (_shared, _sharded_twice, _split_twice) for _, of_ranks in sorted(by_loader.items())
-    ]
-    checks += [_not_shuffled(events, rank) for rank in sorted({event.rank for event in events})]
-    yield from list(chain.from_iterable(checks))[:1]
+    by_loader: dict[tuple[int, str, int], OfRanks] = {}
+    for rank, rows in ((event.rank, event.content) for event in events if event.kind == "drawn"):
+        by_loader.setdefault((rows["epoch"], rows["line"], rows["loader"]), {})[rank] = rows
+    epochs = sorted(by_loader.items())
+    checks = [look(of_ranks) for look in (_shared, _sharded_twice, _split_twice) for _, of_ranks in epochs]
+    checks += [_not_shuffled(by_loader.get((epoch - 1, *loader), {}), now) for (epoch, *loader), now in epochs]
+    yield from islice(chain.from_iterable(checks), 1)
 
 
-def _sharded_twice(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
+def _sharded_twice(of_ranks: OfRanks) -> Iterator[Failure]:
     """A sampler gives each rank a part of the rows, and `prepare` gives it a part of that."""
     records = list(of_ranks.values())
     first = records[0]
@@ -53,7 +52,7 @@ def _sharded_twice(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failur
         yield mistake(what, fix, first["line"])
 
 
-def _split_twice(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
+def _split_twice(of_ranks: OfRanks) -> Iterator[Failure]:
     """The script gives each rank different rows, and each rank takes only a part of these."""
     records = list(of_ranks.values())
     first = records[0]
@@ -71,7 +70,7 @@ def _split_twice(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]
         yield mistake(what, fix, f"{file}:{line}")
 
 
-def _shared(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
+def _shared(of_ranks: OfRanks) -> Iterator[Failure]:
     """Rows that two ranks train on in one epoch, where a plain run trains on each once."""
     once = [(rank, rows) for rank, rows in sorted(of_ranks.items()) if rows["once"]]
     for (first, record), (other, other_record) in combinations(once, 2):
@@ -90,21 +89,11 @@ def _shared(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
             )
             are_apart = same_data is False or first_places.isdisjoint(other_places)
             line = other_record["line"]
-            yield mistake(
-                what, _fix(record["sharders"], are_apart), lines.nearest(line, *DRAWING) if are_apart else line
+            fix = (
+                SEEDED if record["sharders"] else f"accelerator.prepare(dataloader), or a DistributedSampler; {SEEDED}"
             )
+            yield mistake(what, fix, lines.nearest(line, *DRAWING) if are_apart else line)
             return
-
-
-def _fix(sharders: Sequence[str], are_apart: bool) -> str:
-    """`are_apart`: the ranks' data sets have other rows at an index, or the ranks took other indices."""
-    if sharders and are_apart:
-        return "the same rows in the same order on all ranks: one seed before random_split or shuffle"
-    if DISTRIBUTED in sharders:
-        return "the same seed in the DistributedSampler of all ranks, and rank=accelerator.process_index"
-    if sharders:
-        return "one seed on all ranks for the order of rows: accelerator.prepare gives each rank other places in it"
-    return "accelerator.prepare(dataloader), or a DistributedSampler, and one seed on all ranks for the order of rows"
 
 
 def _same_data(record: Mapping[str, Any], other_record: Mapping[str, Any]) -> bool | None:
@@ -123,24 +112,21 @@ def _same_data(record: Mapping[str, Any], other_record: Mapping[str, Any]) -> bo
     return True if common and tells_apart else None
 
 
-def _not_shuffled(events: Sequence[RankEvent], rank: int) -> Iterator[Failure]:
+def _not_shuffled(last_of_ranks: OfRanks, of_ranks: OfRanks) -> Iterator[Failure]:
     """A sampler shuffles by its epoch, and its `set_epoch` was not called."""
-    epochs = [event.content for event in events if event.kind == "drawn" and event.rank == rank]
-    by_loader: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    for rows in epochs:
-        by_loader.setdefault((rows["line"], rows["loader"]), []).append(rows)
-    for last, now in chain.from_iterable(pairwise(own_epochs) for own_epochs in by_loader.values()):
-        if last["sampler_epoch"] is None or last["sampler_epoch"] != now["sampler_epoch"]:
-            continue
-        count = min(len(_places(last)), len(_places(now)))
+    for rank, now in sorted(of_ranks.items()):
+        last = last_of_ranks.get(rank, now)
+        count = min(len(last["rows"]), len(now["rows"]))
         order = _places(now)[:count]
-        if count >= FEWEST and order == _places(last)[:count] and order != sorted(order):
-            yield mistake(
-                f"epoch {now['epoch']} has the rows of epoch {last['epoch']} in the same order, {count} on rank {rank}",
-                "sampler.set_epoch(epoch) at the start of each epoch: it shuffles by that number",
-                now["loop"],
-            )
-            return
+        is_known = last is not now and now["sampler_epoch"] is not None and count >= FEWEST
+        if (
+            is_known
+            and last["sampler_epoch"] == now["sampler_epoch"]
+            and order == _places(last)[:count] != sorted(order)
+        ):
+            what = f"epoch {now['epoch']} has the rows of epoch {last['epoch']} in the same order"
+            fix = "sampler.set_epoch(epoch) at the start of each epoch: it shuffles by that number"
+            yield mistake(f"{what}, {count} on rank {rank}", fix, now["loop"])
 
 
 def _places(rows: Mapping[str, Any]) -> list[int]:
