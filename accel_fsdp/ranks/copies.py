@@ -5,6 +5,7 @@ import gc
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from accel_fsdp.errors import in_a_line
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.ranks.holding import plain_class
 from accel_fsdp.ranks.hooks import hooks_of
@@ -45,17 +46,13 @@ def copied(model: "nn.Module") -> Copy:
     size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     if size_bytes > MOST_BYTES:
         return Copy(None, hooks, f"the model has more than {kib_or_mib(MOST_BYTES)}")
-    if loaded_in_shards(model):
-        try:
-            return Copy(_rebuilt(model), hooks)
-        except Exception as error:  # any error of the model's own code
-            return Copy(None, hooks, f"the model can't be built again: {type(error).__name__}: {error}")
-    if any(parameter.is_meta for parameter in model.parameters()):
+    is_in_shards = loaded_in_shards(model)
+    if not is_in_shards and any(parameter.is_meta for parameter in model.parameters()):
         return Copy(None, hooks, "the model had no values when it was sharded")
     try:
-        return Copy(copy.deepcopy(model), hooks)
+        return Copy(_rebuilt(model) if is_in_shards else copy.deepcopy(model), hooks)
     except Exception as error:  # any error of the model's own code
-        return Copy(None, hooks, f"the model can't be copied: {type(error).__name__}: {error}")
+        return Copy(None, hooks, f"the model can't be copied: {in_a_line(error)}")
 
 
 def loaded_in_shards(model: Any) -> bool:

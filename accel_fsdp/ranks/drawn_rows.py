@@ -6,7 +6,7 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -34,35 +34,6 @@ PREPARED = "accelerator.prepare"
 
 
 @dataclass
-class DrawnRows:
-    """The rows of one epoch of a loader that a rank trained on.
-
-    `rows` are their indices in the data set, each with a checksum of the content, None where the rows of a batch can't
-    be distinguished; without the last batch, which may be filled with the epoch's first rows, or not be trained on yet.
-    `start` is a checksum of the data set's first row, where it can be read without side effects. `once`: the sampler
-    gives each row of the data set once in an epoch, on all ranks together; `planned` is the largest number of rows that
-    this rank takes in an epoch, `batches` those of an epoch before Accelerate gives each rank its part, and in this
-    part. `sharders` name the loader or sampler that gives the rank its part. `sampler_epoch`: the last argument of the
-    sampler's `set_epoch`, if it has one.
-    """
-
-    line: str
-    loop: str
-    script: str
-    loader: int = 0
-    epoch: int = 0
-    rows: list[tuple[int, int | None]] = field(default_factory=list)
-    length: int | None = None
-    fingerprint: str | None = None
-    start: int | None = None
-    once: bool = False
-    planned: int | None = None
-    batches: tuple[int, int] = (0, 0)
-    sharders: list[str] = field(default_factory=list)
-    sampler_epoch: int | None = None
-
-
-@dataclass
 class _Pass:
     """One iteration over a loader, identified by the id of its sampler's iterator, `indices`.
 
@@ -72,7 +43,7 @@ class _Pass:
 
     loader: list["_Pass"]
     indices: int
-    rows: DrawnRows
+    facts: dict[str, Any]
     places: list[list[int]] = field(default_factory=list)
     hashes: list[list[int] | None] = field(default_factory=list)
     given: int = 0
@@ -126,19 +97,23 @@ class ObservedRows:
     @property
     def batches(self) -> tuple[int, int]:
         """The batches of an epoch, of all ranks and of this one; 0 if the script left the last one before its end."""
-        return self.last.rows.batches if self.last and self.last.is_over else (0, 0)
+        return self.last.facts["batches"] if self.last and self.last.is_over else (0, 0)
 
     def report_end(self) -> None:
+        """Reports the rows of each pass: their indices in the data set, each with a checksum of the content.
+
+        It is None where the rows of a batch can't be distinguished. The last batch is left out: it may be filled with
+        the epoch's first rows, or not be trained on yet.
+        """
         numbers: Counter[str] = Counter()
-        for passes in self.all:
+        for passes in self.all if not from_run.ranks_may_share_rows() else ():
             trained = [drawn for drawn in passes if drawn.trained and not drawn.is_left_out]
-            for epoch, drawn in enumerate(trained, 1) if not from_run.ranks_may_share_rows() else ():
-                rows = drawn.rows
-                pairs = list(zip(drawn.places, drawn.hashes, strict=False))[: drawn.trained - 1]
-                rows.rows = [row for places, hashes in pairs for row in zip_longest(places, hashes or ())]
-                rows.loader, rows.epoch = numbers[rows.line], epoch
-                events.report("drawn", **asdict(rows))
-            numbers.update(drawn.rows.line for drawn in trained[:1])
+            for epoch, drawn in enumerate(trained, 1):
+                batches = list(zip(drawn.places, drawn.hashes, strict=False))[: drawn.trained - 1]
+                rows = [row for places, hashes in batches for row in zip_longest(places, hashes or ())]
+                number = numbers[drawn.facts["line"]]
+                events.report("drawn", epoch=epoch, loader=number, rows=rows, **drawn.facts)
+            numbers.update(drawn.facts["line"] for drawn in trained[:1])
 
     def _on_loader(self, _: Any, dataset: Any, *__: Any, **___: Any) -> None:
         if script.is_calling(sys._getframe(2)):  # a library makes another loader of the same data set
@@ -159,12 +134,12 @@ class ObservedRows:
 
     def _begin(self, iterator: Any, passes: list[_Pass]) -> _Pass:
         loop = script.line_of_stack(sys._getframe(3))
-        line = self.made_at.get(id(iterator._dataset), loop)
-        rows = DrawnRows(line, loop, sys.argv[0], **_facts(iterator._index_sampler, iterator._dataset))
+        facts = {"line": self.made_at.get(id(iterator._dataset), loop), "loop": loop, "script": sys.argv[0]}
+        facts |= _facts(iterator._index_sampler, iterator._dataset)
         if not passes:
             self.all.append(passes)
         passes[:] = [earlier for earlier in passes if earlier.trained]
-        passes.append(_Pass(passes, id(iterator._sampler_iter), rows, is_left_out=len(passes) >= MOST_EPOCHS))
+        passes.append(_Pass(passes, id(iterator._sampler_iter), facts, is_left_out=len(passes) >= MOST_EPOCHS))
         return passes[-1]
 
     def _on_batch(self, iterator: Any, batch: Any) -> None:
@@ -202,28 +177,32 @@ def _hash(parts: "list[torch.Tensor]") -> int:
 
 
 def _facts(indices: Any, dataset: Any) -> dict[str, Any]:
-    """The known facts about a loader's data set and its batches."""
+    """What is known of a loader's data set and its batches.
+
+    `once`: the sampler gives each row of the data set once in an epoch, on all ranks together; `planned` is the largest
+    number of rows that this rank takes in an epoch, `batches` those of an epoch before Accelerate gives each rank its
+    part, and in this part. `sharders` name the loader or sampler that gives the rank its part. `sampler_epoch`: the
+    last argument of the sampler's `set_epoch`, if it has one.
+    """
     from torch.utils.data import BatchSampler
     from torch.utils.data.distributed import DistributedSampler
 
-    facts: dict[str, Any] = {"length": None, "fingerprint": getattr(dataset, "_fingerprint", None)}
-    with contextlib.suppress(Exception):  # a data set's own code may raise any error
-        facts["length"] = len(dataset)
-    facts["start"] = _start(dataset)
     is_shard = type(indices).__name__ == "BatchSamplerShard"
     batches = indices.batch_sampler if is_shard else indices
+    facts = {"length": None, "fingerprint": getattr(dataset, "_fingerprint", None), "start": _start(dataset)}
+    facts |= {"once": False, "planned": None, "batches": (0, 0), "sharders": [], "sampler_epoch": None}
+    with contextlib.suppress(Exception):  # a data set's own code may raise any error
+        facts["length"] = len(dataset)
     if type(batches) is not BatchSampler:
         return facts
     sampler: Any = batches.sampler
-    facts["sharders"] = [PREPARED] * is_shard
-    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
-        facts["sharders"].append("a DistributedSampler")
+    is_distributed = isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1
+    facts["sharders"] = [PREPARED] * is_shard + ["a DistributedSampler"] * is_distributed
     if isinstance(epoch := getattr(sampler, "epoch", None), int) and hasattr(sampler, "set_epoch"):
         facts["sampler_epoch"] = epoch
     if facts["length"] is not None and _gives_once(sampler, facts["length"]):
-        batch_size = (
-            indices.batch_size // indices.num_processes if is_shard and indices.split_batches else batches.batch_size
-        )
+        is_split = is_shard and indices.split_batches
+        batch_size = indices.batch_size // indices.num_processes if is_split else batches.batch_size
         facts |= {"once": True, "planned": len(indices) * batch_size, "batches": (len(batches), len(indices))}
     return facts
 
