@@ -30,22 +30,6 @@ def copies(updates: Updates, kind: str) -> dict[str, Any] | None:
     return None
 
 
-def between(last: Updates, updates: Updates) -> dict[str, Any] | None:
-    """A weight that changed completely on some ranks since the last step, and not at all on others."""
-    changes: dict[str, dict[int, float]] = {}
-    for rank, (update, now) in enumerate(zip(last, updates, strict=True)):
-        for name, (_, part) in update["after"].items():
-            if name in now["weights"] and part.numel():
-                changes.setdefault(name, {})[rank] = float((part != now["weights"][name][1]).float().mean())
-    changed = {name: shares for name, shares in changes.items() if max(shares.values()) > MOSTLY}
-    partly = [name for name, shares in changed.items() if min(shares.values()) == 0]
-    if len(partly) < 2 or 2 * len(partly) <= len(changed):  # a single weight may have its changed rows on one rank
-        return None
-    shares = changed[partly[0]]
-    highest, lowest = (choose(shares, key=shares.__getitem__) for choose in (max, min))
-    return {"name": partly[0], "ranks": [highest, lowest], "line": updates[highest]["line"]}
-
-
 def differs_in_training(module: "nn.Module") -> bool:
     """Whether a layer computes other values in training mode, by dropout or by a batch's statistics."""
     from torch.nn.modules.batchnorm import _BatchNorm

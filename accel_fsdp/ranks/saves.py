@@ -1,7 +1,7 @@
 """Observes what a script saves: by which call, where, in which line, and which weights; the rehearsal judges it.
 
-It reports the name, shape, dtype, sum and norm of each saved whole tensor, and the sum and norm of each rank's part of
-the trained model: at its first step, at each save and at the end. It calls no collective.
+It reports the names of the saved tensors, how many are shards, and whether they are the model's own. It calls no
+collective.
 """
 
 import functools
@@ -18,7 +18,7 @@ from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.ranks import events, imports, parts, script
 from accel_fsdp.ranks.holding import unwrapped, user_name
 from accel_fsdp.ranks.observing import after, guarded, replace
-from accel_fsdp.ranks.steps import ObservedSteps, sums
+from accel_fsdp.ranks.steps import ObservedSteps
 
 
 class _Call(NamedTuple):
@@ -125,12 +125,11 @@ class ObservedSaves:
             step=self.records.steps,
             barriers=self.barriers,
             machine=LaunchEnvironment.now().machine_rank,
-            is_model=self._is_model(next(filter(_is_module, arguments.values()), None)),
+            is_whole=self._is_whole(next(filter(_is_module, arguments.values()), None)),
             files=files,
         )
-        self.records.report_weights()
 
-    def _is_model(self, saved: Any) -> bool:
+    def _is_whole(self, saved: Any) -> bool:
         """Whether a call saves the whole trained model; it may also save a part of it, or another model."""
         models = [module for model in self.records.models if (module := model.model()) is not None]
         return saved is None or not models or any(unwrapped(saved) is unwrapped(module) for module in models)
@@ -141,23 +140,21 @@ class ObservedSaves:
         places = {place.name: place for model in self.records.models for place in model.places}
         sharded = {name: place for name, place in places.items() if place.now().numel() < prod(place.shape)}
         states = self._states_of({id(place.parameter) for place in sharded.values()})
-        names = {name for model in self.records.models for name in model.names}
-        whole: dict[str, tuple[list[int], str, float, float]] = {}
-        for name, tensor in tensors:
-            if name and _is_plain(tensor) and name not in whole:
-                sum_and_norm = sums(tensor) if user_name(name) in names else (0.0, 0.0)
-                whole[name] = (list(tensor.shape), str(tensor.dtype).removeprefix("torch."), *sum_and_norm)
+        modules = [module for model in self.records.models if (module := model.model()) is not None]
+        own = {_address(weight) for module in modules for weight in (*module.parameters(), *module.buffers())}
+        shards = [
+            _is_shard(tensor, sharded.get(user_name(name)), states)
+            if _is_plain(tensor)
+            else not by_dcp and _is_divided(tensor)
+            for name, tensor in tensors
+        ]
+        is_bare = isinstance(saved, Mapping) and all(map(_is_tensor, saved.values()))
         return {
-            "shards": sum(
-                _is_shard(tensor, sharded.get(user_name(name)), states)
-                if _is_plain(tensor)
-                else not by_dcp and _is_divided(tensor)
-                for name, tensor in tensors
-            ),
+            "shards": sum(shards),
             "count": len(tensors),
-            "is_bare": bool(tensors) and isinstance(saved, Mapping) and all(map(_is_tensor, saved.values())),
+            "is_model": is_bare and all(_is_plain(tensor) and _address(tensor) in own for _, tensor in tensors),
             "has_optimizer": _has_groups(saved),
-            "tensors": whole,
+            "names": [name for name, _ in tensors if name],
         }
 
     def _states_of(self, sharded: set[int]) -> set[int]:
@@ -165,7 +162,7 @@ class ObservedSaves:
         pairs = (pair for optimizer in self.records.stepped for pair in optimizer.state.items())
         states = (state for parameter, state in pairs if id(parameter) in sharded)
         values = (value for state in states for value in state.values() if _is_tensor(value) and value.dim())
-        return {parts.local(value).untyped_storage().data_ptr() for value in values} - {0}
+        return {_address(value) for value in values} - {0}
 
 
 def _path(arguments: Mapping[str, Any], result: Any) -> str:
@@ -197,9 +194,13 @@ def _is_plain(tensor: Any) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta
 
 
+def _address(tensor: Any) -> int:
+    return int(parts.local(tensor).untyped_storage().data_ptr())
+
+
 def _is_shard(tensor: Any, place: parts.Place | None, states: set[int]) -> bool:
     """Whether a plain tensor is a rank's part of an optimizer's state, or has a weight's name and its part's size."""
-    if tensor.untyped_storage().data_ptr() in states:
+    if _address(tensor) in states:
         return True
     is_other = place is not None and tuple(tensor.shape) != place.shape
     return is_other and bool(tensor.numel() == place.now().numel())

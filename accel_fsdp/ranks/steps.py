@@ -299,9 +299,7 @@ class ObservedSteps:
         """Reports the part that this rank holds of each weight: its start, sum and norm; and all names of the model."""
         for model in self.models:
             held = {place.name: [place.start, *sums(place.now())] for place in model.places}
-            shapes = {place.name: place.shape for place in model.places}
-            content = {"model": model.number, "held": held, "shapes": shapes, "names": model.names}
-            events.report("weights", step=self.steps, **content)
+            events.report("weights", model=model.number, held=held, names=model.names)
 
     def _content(self, model: _Model) -> dict[str, Any]:
         """`left`: the weights in no optimizer that never changed here. `changed`: those in none that did."""

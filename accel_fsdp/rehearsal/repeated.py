@@ -163,10 +163,6 @@ PLAIN: Mapping[str, Text] = {
         "forward",
         "mixed_precision",
     ),
-    "behind": Text(
-        "between two steps {name} changed on rank {ranks[0]}, and not on rank {ranks[1]}",
-        "change weights on all ranks; a rank sees its own shards alone",
-    ),
     "clipped-early": Text(
         "gradients are clipped before the backward pass that makes them: the step takes them unclipped",
         "clip between backward and optimizer.step()",

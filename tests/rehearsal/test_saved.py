@@ -8,40 +8,25 @@ from accel_fsdp.config import JobConfig
 from accel_fsdp.ranks import RankEvent
 from accel_fsdp.rehearsal import saved
 
-FIRST, NOW = {"a.weight": (1.0, 2.0), "b.weight": (3.0, 4.0)}, {"a.weight": (1.5, 2.5), "b.weight": (3.5, 4.5)}
-MEAN = {name: (0.9 * FIRST[name][0] + 0.1 * NOW[name][0], 0.9 * FIRST[name][1] + 0.1 * NOW[name][1]) for name in NOW}
+NAMES = ["a.weight", "b.weight"]
 
 
-def of_file(values: dict[str, tuple[float, float]], prefix: str = "", **more: Any) -> dict[str, Any]:
-    """What a rank reports of a file with these sums and norms."""
-    weights = {f"{prefix}{name}": [[2, 2], "float32", *sums] for name, sums in values.items()}
-    return {"shards": 0, "count": 2, "is_bare": True, "has_optimizer": False, "tensors": weights, **more}
+def of_file(prefix: str = "", **more: Any) -> dict[str, Any]:
+    """What a rank reports of a file with the model's weights."""
+    content = {"shards": 0, "count": 2, "is_model": True, "has_optimizer": False}
+    return {**content, "names": [f"{prefix}{name}" for name in NAMES], **more}
 
 
 def save(path: str = "/model.pt", *files: dict[str, Any], call: str = "torch.save", **more: Any) -> dict[str, Any]:
-    at = {"line": "", "step": 2, "barriers": 0, "machine": 0}
-    return {
-        "call": call,
-        "path": path,
-        **at,
-        "is_model": True,
-        "files": [{"path": path, **file} for file in files],
-        **more,
-    }
+    at = {"line": "", "step": 2, "barriers": 0, "machine": 0, "is_whole": True}
+    return {"call": call, "path": path, **at, "files": [{"path": path, **file} for file in files], **more}
 
 
 def reported(
     *saves: dict[str, Any], others: tuple[dict[str, Any], ...] = (), loaded: str = "", names: tuple[str, ...] = ()
 ) -> list[str]:
     """The mistakes in the saves of rank 0 and of rank 1, under DDP."""
-    contents: list[tuple[str, dict[str, Any]]] = [("began", {})]
-    for step, values in ((0, FIRST), (2, NOW)):
-        held = {name: [[0, 0], *sums] for name, sums in values.items()}
-        shapes = {name: [2, 2] for name in values}
-        contents.append(
-            ("weights", {"model": 0, "step": step, "held": held, "shapes": shapes, "names": [*values, *names]})
-        )
-    reported = [(rank, *content) for rank in (0, 1) for content in contents]
+    reported = [(rank, "weights", {"names": [*NAMES, *names]}) for rank in (0, 1)]
     reported += [(rank, "saved", content) for rank, several in enumerate((saves, others)) for content in several]
     reported += [(0, "loaded", {"path": loaded})]
     events = [RankEvent(rank, 0.0, kind, content) for rank, kind, content in reported]
@@ -49,53 +34,37 @@ def reported(
 
 
 def test_a_file_for_each_rank_may_hold_its_part() -> None:
-    shards = of_file({}, shards=3)
+    shards = of_file(shards=3)
     assert not reported(save("/rank-0.pt", shards), others=(save("/rank-1.pt", shards),))
     assert reported(save("/model.pt", shards), others=(save("/model.pt", shards, barriers=1),))
     assert reported(save("/model.pt", shards))
 
 
 def test_ranks_may_write_a_file_in_turn() -> None:
-    metrics = of_file({})
-    assert "ranks 0 and 1 write one file" in reported(save("/a.pt", metrics), others=(save("/a.pt", metrics),))[0]
-    assert not reported(save("/a.pt", metrics), others=(save("/a.pt", metrics, barriers=1),))
-    assert not reported(save("/a.pt", metrics), others=(save("/a.pt", metrics, step=1),))
-    assert not reported(
-        save("/a.pt", metrics), others=(save("/a.pt", metrics, machine=1),)
-    )  # each on a disk of its own
-    of_ranks = save("/a", metrics, call="torch.distributed.checkpoint.save")
+    first = save("/a.pt", of_file())
+    assert "ranks 0 and 1 write one file" in reported(first, others=(first,))[0]
+    for other in ({"barriers": 1}, {"step": 1}, {"machine": 1}):  # each machine may have its own disk
+        assert not reported(first, others=(first | other,))
+    of_ranks = save("/a", of_file(), call="torch.distributed.checkpoint.save")
     assert not reported(of_ranks, others=(of_ranks,))
 
 
-WRAPPED = of_file(NOW, "module.")
+WRAPPED = of_file("module.")
 
 
 @pytest.mark.parametrize(
     ("files", "loaded", "names", "is_wrong"),
     [
         ((WRAPPED,), "", (), True),
-        ((WRAPPED | {"is_bare": False},), "", (), False),
-        ((WRAPPED, of_file({}, has_optimizer=True)), "", (), False),
+        ((WRAPPED, of_file(has_optimizer=True)), "", (), False),
         ((WRAPPED,), "/model.pt", (), False),
         ((WRAPPED,), "", ("module.c.weight",), False),
-        ((of_file(MEAN, "module."),), "", (), False),
-        ((of_file(NOW | {"n_averaged": (1.0, 1.0)}, "module."),), "", (), False),
+        ((of_file("module.", is_model=False),), "", (), False),
     ],
-    ids=["alone", "in a dict", "with an optimizer", "read", "names of the model's own", "an average", "more names"],
+    ids=["alone", "with an optimizer", "read", "names of the model's own", "an average"],
 )
 def test_names_of_wrappers(
     files: tuple[dict[str, Any], ...], loaded: str, names: tuple[str, ...], is_wrong: bool
 ) -> None:
     saves = [save("/model.pt" if number == 0 else "/optimizer.pt", file) for number, file in enumerate(files)]
     assert bool(reported(*saves, loaded=loaded, names=names)) == is_wrong
-
-
-def test_values() -> None:
-    first, now, mean = (save(f"/{n}.pt", of_file(of)) for n, of in (("first", FIRST), ("now", NOW), ("mean", MEAN)))
-    assert "2 steps with the weights from before the first one" in reported(first)[0]
-    assert not reported(first, now)
-    assert not reported(first, mean)
-    assert not reported(first, save("/backbone.pt", of_file({"layer.weight": (1.0, 1.0)})))
-    assert not reported(first | {"step": 0})
-    assert not reported(now)
-    assert not reported(mean)
