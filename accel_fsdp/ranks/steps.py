@@ -132,7 +132,6 @@ class ObservedSteps:
         self.stepped: weakref.WeakSet[Any] = weakref.WeakSet()
         self.first: list[Sums] | None = None
         self.is_due = False
-        self.since: float | None = None
         self.sees_weights = self.has_ended = False
         self.backward_line = self.loaded_at = ""
 
@@ -226,8 +225,6 @@ class ObservedSteps:
         }
         if self.is_due:
             content["gradients"] = self._gradients(weights)
-            if is_copy:
-                content |= {"since": self.since, "before": self._total()}
         is_common = is_copy or any(map(is_sharded, weights))
         self.common_steps += is_common
         events.report(
@@ -262,16 +259,12 @@ class ObservedSteps:
                     model.uncovered[place.name] = sums(place.now())
         return math.hypot(*norms.values())
 
-    def _total(self) -> float:
-        return sum(sums(place.now())[0] for model in self.models if model.is_copy for place in model.trained)
-
     def _after_step(self, *_: Any) -> None:
         """Reads the weights once after each backward pass: an optimizer may step for each weight."""
         if self.is_due:
             self.is_due = False
             for model in (model for model in self.models if model.is_copy):
                 model.last = {place.name: sums(place.now()) for place in model.trained}
-            self.since = sum(total for model in self.models for total, _ in model.last.values())
 
     def report_end(self, models: Iterable["nn.Module"], batches: tuple[int, int]) -> None:
         """Called at the end of the script; `models` are those that it still has, if no optimizer has stepped.

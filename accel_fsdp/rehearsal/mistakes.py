@@ -379,6 +379,10 @@ JUDGES: tuple[Callable[[Records], Iterator[Failure]], ...] = (
         "a step at the last batch too, as with accelerator.accumulate(model): len(loader) is that of the prepared "
         "loader, which has only this rank's batches; or zero_grad() at the end of an epoch",
     ),
-    Judge(copies.parting, "{what}: {end}", "change weights on all ranks in the same way"),
+    Judge(
+        copies.parting,
+        "the ranks' copies of the model part: {end}",
+        "change weights on all ranks in the same way; forward through the prepared model, backward without no_sync",
+    ),
 )
 """All judges, the most serious mistake first."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp.checkpoints import discover, tensor_names
-from accel_fsdp.config import JobConfig
+from accel_fsdp.config import Engine, JobConfig
 from accel_fsdp.errors import UserError
 from accel_fsdp.ranks import Holding, RankEvent, holding
 from accel_fsdp.rehearsal.blame import SCRIPT, Failure, mistake
@@ -34,6 +34,10 @@ SAVE = (
 SAVE_OF_TRAINER = (
     "fsdp_state_dict_type: FULL_STATE_DICT, as Trainer.save_model writes nothing otherwise; "
     "or export the script's last checkpoint: accel-fsdp export"
+)
+SAVE_OF_ADAPTER = (
+    "fsdp_version: 2 without fsdp_activation_checkpointing, as PEFT finds no adapter in modules that FSDP has wrapped; "
+    "or train/sft.py, which repairs that"
 )
 UNWRAP = "the state dict of accelerator.unwrap_model(model), or accelerator.get_state_dict(model)"
 UNPREFIXED = {
@@ -123,11 +127,21 @@ def _misnamed(files: Sequence[File], records: Records) -> Iterator[Failure]:
 def _partial(records: Records, weights: int, job: JobConfig) -> Iterator[Failure]:
     """Folders with fewer weights than the model that was saved, and empty adapters."""
     saves = {event.content["path"]: event.content for event in records.of("saved")}
+    written = {event.content["path"] for event in records.of("saved") if event.content["files"]}
+    names = [name for event in records.of("weights") for name in event.content["names"]]
+    is_adapter = any(name.startswith(tensor_names.PEFT_PREFIX) for name in names)
     for path, content in saves.items():
         call, folder = content["call"], Path(path)
-        if call in FOLDERS and (flaw := _flaw(folder, weights if content["is_whole"] else 0)):
+        may_be_nothing = call == "Trainer.save_model" and job.is_fsdp and not job.full_state_dict
+        flaw = _flaw(folder, weights if content["is_whole"] else 0) if call in FOLDERS else ""
+        if may_be_nothing and path not in written and not folder.exists():
+            flaw = "without weights"
+        if flaw:
             key, fix = SCRIPT, SAVE
-            if call == "Trainer.save_model" and job.is_fsdp and not job.full_state_dict:
+            is_checkpointed = job.is_fsdp and job.on("fsdp_activation_checkpointing")
+            if is_adapter and (is_checkpointed or job.engine is Engine.FSDP1):
+                key, fix = "fsdp_activation_checkpointing" if is_checkpointed else "fsdp_version", SAVE_OF_ADAPTER
+            elif may_be_nothing:
                 key, fix = "fsdp_state_dict_type", SAVE_OF_TRAINER
             yield Failure(f"{call} left {folder} {flaw}", key, fix, content["line"])
 

@@ -63,10 +63,6 @@ def mistakes_of(*events: RankEvent) -> list[str]:
     return [failure.what for failure in mistakes.find([*began, *events, *ended])]
 
 
-def both(*makes: Callable[[int], RankEvent]) -> list[RankEvent]:
-    return [make(rank) for rank in (0, 1) for make in makes]
-
-
 def test_the_last_lines_of_a_script_are_few_and_short() -> None:
     printed = "\n".join(f"line {number}" for number in range(9)) + "\n\n 1%\r100%\n" + "a" * 500
     assert own_script.last_lines(printed).split("\n") == ["line 6", "line 7", "line 8", "100%", "a" * 160]
@@ -250,16 +246,17 @@ def test_copies_may_part_for_a_while() -> None:
 
 
 def test_how_copies_part() -> None:
-    def parting(first: dict[str, Any], other: dict[str, Any], **values: Any) -> str:
+    def parting(first: dict[str, Any], other: dict[str, Any], **values: Any) -> Any:
         models = [model(**values), model(last={"head": [0.2, 1.0]}, end={"head": [0.2, 1.0]})]
         steps = [step(rank, is_copy=True, **how) for rank, how in enumerate((first, other))]
-        return mistakes_of(*steps, *(trained(rank, models=[models[rank]]) for rank in (0, 1)))[0]
+        ends = [trained(rank, models=[models[rank]]) for rank in (0, 1)]
+        return next(mistakes.find([told(0, "began"), told(1, "began"), *steps, *ends]))
 
-    one, two = {"since": 1.0, "before": 1.0}, {"since": 1.0, "before": 2.0}
-    assert parting({"backwards": 1}, {"backwards": 2}).startswith("the ranks step at different batches: step 1 comes")
-    assert parting(one, two).startswith("before the first step rank 1 alone changes its weights: ranks 0 and 1 end")
-    assert parting(one, one).startswith("step 1 changes weights differently")
-    assert parting(one, one, unfrozen=["head"]).startswith("head was frozen when DistributedDataParallel wrapped")
+    assert parting({"backwards": 1}, {"backwards": 2}).what.startswith("the ranks step at different batches: step 1")
+    loaded = parting({}, {"loaded_at": "mine.py:3"})
+    assert loaded.what == "the ranks' copies of the model part: ranks 0 and 1 end with different values of head"
+    assert loaded.line == "mine.py:3"
+    assert parting({}, {}, unfrozen=["head"]).what.startswith("head was frozen when DistributedDataParallel wrapped")
 
 
 def test_a_rank_may_have_a_model_of_its_own() -> None:
