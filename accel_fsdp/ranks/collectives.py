@@ -20,8 +20,7 @@ NAMES: Mapping[str, str] = {
     **dict.fromkeys(("gather", "gather_for_metrics", "gather_object", "reduce", "pad_across_processes"), "gather"),
     **dict.fromkeys(("all_gather", "all_gather_object", "all_gather_into_tensor", "all_reduce"), "gather"),
     **dict.fromkeys(("broadcast", "broadcast_object_list", "full_tensor"), "gather"),
-    **dict.fromkeys(("_call_impl", "_wrapped_call_impl", "forward"), "forward"),
-    **dict.fromkeys(("evaluate", "predict"), "evaluation"),
+    **dict.fromkeys(("_call_impl", "_wrapped_call_impl", "forward", "evaluate", "predict"), "forward"),
     **{name: name for name in ("generate", "backward", "prepare")},
     **dict.fromkeys(("step", "clip_grad_norm_"), "step"),
 }
@@ -45,7 +44,7 @@ class Call(NamedTuple):
 
     @property
     def function(self) -> str:
-        return "the model" if self.kind == "forward" else self.call
+        return "the model" if self.call.endswith(("_call_impl", "forward")) else self.call
 
 
 def aborted(folder: Path, script_file: Path) -> list[RankEvent]:

@@ -23,18 +23,16 @@ RANKS = frozenset(
 """Names of a process's number, and of conditions on it."""
 EQUAL_SIZES = ("all_gather", "_all_gather_base", "all_reduce", "reduce", "gather")
 """Collectives whose tensors have one size on all ranks."""
-PRIORITY = ("barrier", "generate", "save", "evaluation", "gather")
+PRIORITY = ("barrier", "generate", "save", "gather")
 """Kinds of calls that a single rank makes by mistake, the likeliest first."""
 FIXES: Mapping[str, str] = {
     "barrier": "call it on every rank: wait_for_everyone outside of what one rank does alone",
     "save": "save on all ranks: accelerator.save_state(folder), or state = accelerator.get_state_dict(model); only "
     "rank 0 writes a whole state",
-    "generate": "generate on every rank, on prompts of its own: each token gathers the weights from all ranks",
+    "generate": "generate on every rank, on prompts of its own, with synced_gpus=True: each token gathers the weights",
     "forward": "run the model on every rank, also to evaluate, as each pass gathers the weights from all ranks; "
     "accelerator.gather_for_metrics brings the results together, and rank 0 alone prints them",
-    "evaluation": "evaluate on every rank, as each pass gathers the weights from all ranks; rank 0 alone prints",
     "gather": "every rank must call what all of them do together: no collective behind `if rank == 0`",
-    "lengths": "generate(..., synced_gpus=True): ranks that are done run on with the others",
     "sizes": "accelerator.pad_across_processes(tensor, dim=1) before gather; accelerator.gather_for_metrics drops what "
     "an uneven last batch repeats; gather_for_metrics(objects, use_gather_object=True) takes any sizes",
     "uneven": "the same number of steps on every rank: even_batches=True or DataLoader(drop_last=True), under DDP "
@@ -76,11 +74,6 @@ def absence(events: Sequence[RankEvent]) -> Absence | None:
     return Absence(*_sentence(mismatch, events), mismatch.call.lines[-1]) if mismatch else None
 
 
-def _is_same(call: Call, other: Call) -> bool:
-    keys = ("group", "name", "lines", *(("sizes",) if call.name in EQUAL_SIZES else ()))
-    return all(getattr(call, key) == getattr(other, key) for key in keys)
-
-
 def _mismatches(calls: Calls) -> Iterator[_Mismatch]:
     """The first differing calls of two ranks in each group, after the last call that both made at the same line."""
     for ranks in combinations(sorted(calls), 2):
@@ -91,15 +84,22 @@ def _mismatches(calls: Calls) -> Iterator[_Mismatch]:
             common = numbered[0].keys() & numbered[1].keys()
             same = [number for number in common if _is_same(*(of_rank[number] for of_rank in numbered))]
             position = max(same, default=max(map(min, numbered)) - 1) + 1
-            differing = {rank: of_rank.get(position) for rank, of_rank in zip(ranks, numbered, strict=True)}
-            own = {rank: call for rank, call in differing.items() if call and call.lines}  # none after the script's end
-            if own:
-                yield min((_mismatch(calls, own, *pair) for pair in (ranks, ranks[::-1]) if pair[0] in own), key=_order)
+            own = {rank: of_rank.get(position) for rank, of_rank in zip(ranks, numbered, strict=True)}
+            own = {rank: call for rank, call in own.items() if call and call.lines}  # none after the script's end
+            mismatches = [
+                _Mismatch(
+                    rank, call, other, own.get(other), all(earlier.lines != call.lines for earlier in calls[other])
+                )
+                for rank, other in (ranks, ranks[::-1])
+                if (call := own.get(rank))
+            ]
+            if mismatches:
+                yield min(mismatches, key=_order)
 
 
-def _mismatch(calls: Calls, own: Mapping[int, Call], rank: int, other: int) -> _Mismatch:
-    is_new = all(earlier.lines != own[rank].lines for earlier in calls[other])
-    return _Mismatch(rank, own[rank], other, own.get(other), is_new)
+def _is_same(call: Call, other: Call) -> bool:
+    keys = ("group", "name", "lines", *(("sizes",) if call.name in EQUAL_SIZES else ()))
+    return all(getattr(call, key) == getattr(other, key) for key in keys)
 
 
 def _order(mismatch: _Mismatch) -> tuple[bool, bool, int, int]:
@@ -124,17 +124,16 @@ def _sentence(mismatch: _Mismatch, events: Sequence[RankEvent]) -> tuple[str, st
     """What one rank did alone, and the fix."""
     rank, call, other, other_call, is_new = mismatch
     alone, loop = f"rank {rank} alone calls {call.function}", _loop(call)
+    fix = FIXES.get(call.kind, FIXES["other"])
     if branch := _branch(call):
-        return f"{alone}, under {branch}", FIXES.get(call.kind, FIXES["other"])
-    if call.kind == "generate" and not is_new:
-        return f"rank {rank} generates more tokens than rank {other}", FIXES["lengths"]
+        return f"{alone}, under {branch}", fix
     if loop and not is_new and not any(_holds(loop, line) for line in (other_call.lines if other_call else ())):
         passes = sum(event.kind == "loss" and event.rank == other for event in events)
         after = counted(passes, "backward pass", "backward passes")
         left = f"rank {other} left the loop of line {loop.lineno} after {after}, and rank {rank} goes on in it"
         return left, FIXES["uneven"]
     if other_call is None:
-        return alone, FIXES.get(call.kind, FIXES["other"])
+        return alone, fix
     if other_call.lines == call.lines and call.kind == "backward":
         what = f"{call.function} averages gradients of other weights on rank {rank} than on rank {other}"
         return f"{what}, such as of a head that one rank alone uses", FIXES["gradients"]
@@ -143,7 +142,7 @@ def _sentence(mismatch: _Mismatch, events: Sequence[RankEvent]) -> tuple[str, st
         return f"{call.function} gets tensors of different sizes: {sizes}", FIXES["sizes"]
     place = f"where rank {other} calls {other_call.function} at {other_call.lines[-1]}"
     if is_new and call.kind in PRIORITY:
-        return f"{alone}, {place}", FIXES[call.kind]
+        return f"{alone}, {place}", fix
     return f"rank {rank} calls {call.function} {place}", FIXES["other"]
 
 
