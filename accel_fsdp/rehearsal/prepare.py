@@ -14,7 +14,7 @@ from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.job import Layout, from_arguments
 from accel_fsdp.models import catalogue, parallel_plans, read_config, read_tokenizer
 from accel_fsdp.models.shrink import SmallModel, shrink
-from accel_fsdp.rehearsal import hub_rows, rows
+from accel_fsdp.rehearsal import rows
 from accel_fsdp.rehearsal.job import Rehearsed
 from accel_fsdp.rehearsal.scaled import by_size, with_smaller_units
 from accel_fsdp.rehearsal.small_run import SmallRun, small_run
@@ -113,7 +113,7 @@ def _rows_of_hub(arguments: Mapping[str, Any], launcher: Rehearsed) -> tuple[row
         load.check_name(dataset)
     except UserError:
         return None, f"{dataset} isn't here: {Path(dataset).absolute()}"
-    why = hub_rows.fetch(launcher, dataset, *_part_of(arguments), folder)
+    why = rows.of_hub(launcher, dataset, *_part_of(arguments), folder)
     return (None, f"{dataset} can't be read: {why}") if why else (rows.Rows(folder, "cut"), "")
 
 

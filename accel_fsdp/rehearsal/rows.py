@@ -3,12 +3,15 @@
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from accel_fsdp import atomic_files
+from accel_fsdp.errors import UserError
+from accel_fsdp.models import first_line
+from accel_fsdp.rehearsal.job import CallFailed, Rehearsed
 from accel_fsdp.training.data import load
 
 WORDS = (
@@ -16,6 +19,8 @@ WORDS = (
     *("batch", "token", "the", "a", "of", "and", "before", "after", "each", "every", "why", "how", "where"),
     *("memory", "node", "link"),
 )
+HUB_SECONDS = 20
+"""Seconds that the hub may take; libraries retry for minutes."""
 COUNT = 64
 """Rows of a split."""
 Origin: TypeAlias = Literal["cut", "made up"]
@@ -70,6 +75,37 @@ def cut(
         lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
         (folder / "data" / f"{split}-00000-of-00001.jsonl").write_text("".join(lines), encoding="utf-8")
     return Rows(target, origin)
+
+
+def of_hub(launcher: Rehearsed, dataset: str, split: str, config_name: str | None, target: Path) -> str:
+    """Writes rows of a data set on the hub to the folder `target`; returns why that failed, empty on success.
+
+    It does that in a process that is ended if the network blocks. The user's variables for the hub apply: endpoint,
+    token, proxies, caches, and HF_HUB_OFFLINE.
+
+    Raises:
+        UserError: the data set exists, but without this configuration or split, or it can't be read.
+    """
+    try:
+        return replace(launcher, seconds=HUB_SECONDS).call("hub", _write, dataset, target, split, config_name)
+    except CallFailed as error:
+        if error.outcome.hang:
+            return f"the hub gave none in {HUB_SECONDS} seconds"
+        return f"the process that reads it ended with exit code {error.outcome.code}"
+
+
+def _write(dataset: str, target: Path, split: str, config_name: str | None) -> str:
+    from datasets.exceptions import DatasetNotFoundError
+
+    try:
+        cut(dataset, target, split, config_name, from_hub=True)
+    except Exception as error:  # any error of the network: rows can be made up
+        cause = error.__cause__ or error
+        is_lost = type(cause) is FileNotFoundError  # its subclasses name a missing part of the data set
+        if isinstance(error, UserError) and not (is_lost or isinstance(cause, DatasetNotFoundError | ConnectionError)):
+            raise
+        return first_line(cause)
+    return ""
 
 
 def _made_up(count: int, split: str, chats: bool) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,7 @@ from conftest import ROOT
 from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UserError
 from accel_fsdp.job import Layout
-from accel_fsdp.rehearsal import hub_rows, prepare
+from accel_fsdp.rehearsal import prepare, rows
 from accel_fsdp.rehearsal.job import Rehearsed
 
 
@@ -54,7 +54,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
 def fetched(folder: Path, name: str, split: str = "train_sft") -> tuple[str, list[Any]]:
     """Why there are none, and the rows."""
     folder.mkdir()
-    why = hub_rows.fetch(Rehearsed(folder, folder), name, split, None, folder / "rows")
+    why = rows.of_hub(Rehearsed(folder, folder), name, split, None, folder / "rows")
     lines = [line for file in folder.glob("rows/data/*.jsonl") for line in file.read_text().splitlines()]
     return why, [json.loads(line) for line in lines]
 
@@ -63,24 +63,24 @@ def test_the_first_rows_are_streamed(tmp_path: Path) -> None:
     """Of a folder, which datasets streams as it does a data set of the hub."""
     (folder := tmp_path / "chats").mkdir()
     (folder / "train_sft.jsonl").write_text("".join(json.dumps({"question": n}) + "\n" for n in range(80)))
-    why, rows = fetched(tmp_path / "there", str(folder), "train")
-    assert (why, [row["question"] for row in rows]) == ("", [*range(64)])
+    why, read = fetched(tmp_path / "there", str(folder), "train")
+    assert (why, [row["question"] for row in read]) == ("", [*range(64)])
     with pytest.raises(UserError, match="no split validation"):
         fetched(tmp_path / "split", str(folder), "validation")
 
 
 def test_what_the_hub_refuses(hub: str, tmp_path: Path) -> None:
-    why, rows = fetched(tmp_path / "none", "me/diary")
-    assert (why, rows) == ("Dataset 'me/diary' doesn't exist on the Hub or cannot be accessed.", [])
+    why, read = fetched(tmp_path / "none", "me/diary")
+    assert (why, read) == ("Dataset 'me/diary' doesn't exist on the Hub or cannot be accessed.", [])
 
 
 @pytest.mark.slow
 def test_why_there_are_none(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Hub, "silent", True)
-    monkeypatch.setattr(hub_rows, "SECONDS", 3)
+    monkeypatch.setattr("accel_fsdp.rehearsal.rows.HUB_SECONDS", 3)
     assert fetched(tmp_path / "a", "me/chats") == ("the hub gave none in 3 seconds", [])
     monkeypatch.setattr(Hub, "silent", False)
-    monkeypatch.setattr(hub_rows, "SECONDS", 60)
+    monkeypatch.setattr("accel_fsdp.rehearsal.rows.HUB_SECONDS", 60)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "OfflineModeIsEnabled" in fetched(tmp_path / "c", "me/chats")[0]
 
