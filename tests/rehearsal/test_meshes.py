@@ -99,12 +99,19 @@ def test_a_norm_of_split_heads_that_is_summed_too_often_is_found(models: Path, t
     assert "k_norm.weight differs from that of one process" in step["said"], step
 
 
-def job(ranks: int, **sizes: int) -> JobConfig:
+def job(ranks: int, version: int = 2, machines: int = 1, **sizes: int) -> JobConfig:
     more = {"parallelism_config": mesh(**sizes)} if sizes else {}
-    return JobConfig({"distributed_type": "FSDP", "num_processes": ranks, "fsdp_config": {"fsdp_version": 2}, **more})
+    common = {"distributed_type": "FSDP", "num_processes": ranks, "num_machines": machines}
+    return JobConfig({**common, "fsdp_config": {"fsdp_version": version, "fsdp_sharding_strategy": 4}, **more})
 
 
 SCALED: dict[str, tuple[JobConfig, int, int | None, list[str]]] = {
+    "replicas": (
+        job(16, machines=2, dp_replicate=2, dp_shard=8),
+        1,
+        None,
+        ["num_processes 16 -> 4", "num_machines 2 -> 1", "mesh 2 x 8 -> 2 x 2"],
+    ),
     "tp": (job(8, tp=8), 1, None, ["num_processes 8 -> 2", "mesh 1 x 1 x 8 -> 1 x 1 x 2"]),
     "what is left shards": (job(8, tp=2), 1, None, ["num_processes 8 -> 4", "mesh 1 x 4 x 2 -> 1 x 2 x 2"]),
     "fsdp, tp on 6": (job(8, dp_shard=4, tp=2), 1, 6, ["num_processes 8 -> 6", "mesh 1 x 4 x 2 -> 1 x 3 x 2"]),
@@ -159,6 +166,10 @@ REFUSED: dict[str, tuple[JobConfig, int, int | None]] = {
     "tp_size alone becomes 2": (job(8, tp=8), 1, 4),
     "cp_size can't be rehearsed": (job(8, cp=2, dp_shard=4), 1, None),
     "an even number of processes": (job(8, dp_shard=4, tp=2), 1, 3),
+    "--processes 3": (job(8, version=1), 1, 3),
+    "--processes 1": (job(8), 1, 1),
+    "tp_size can't be rehearsed under FSDP1": (job(8, version=1, tp=2), 1, None),
+    "TPU can't be rehearsed": (JobConfig({"distributed_type": "XLA"}), 1, None),
 }
 
 

@@ -32,7 +32,6 @@ Makes = Callable[[Any], Any]
 WRONG: dict[str, tuple[Makes, int]] = {
     "moved with each of four micro-batches": (lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 10), 4),
     "of transformers, moved by two ranks": (lambda optimizer: get_cosine_schedule_with_warmup(optimizer, 2, STEPS), 2),
-    "of each micro-batch": (lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, STEPS), 2),
     "of transformers, too short": (lambda optimizer: get_cosine_schedule_with_warmup(optimizer, 1, 4), 1),
 }
 RIGHT: dict[str, tuple[Makes, int]] = {
@@ -42,12 +41,10 @@ RIGHT: dict[str, tuple[Makes, int]] = {
     "a floor": (lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, STEPS, eta_min=5e-4), 1),
     "waves of torch's cosine": (lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 2), 1),
     "warm restarts": (lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3), 1),
-    "warm restarts, moved twice": (lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3), 2),
     "hard restarts": (
         lambda optimizer: get_cosine_with_hard_restarts_schedule_with_warmup(optimizer, 1, STEPS, num_cycles=2),
         1,
     ),
-    "waves of transformers": (lambda optimizer: get_cosine_schedule_with_warmup(optimizer, 1, STEPS, num_cycles=2), 1),
     "warm-up and a cosine": (lambda optimizer: get_cosine_schedule_with_warmup(optimizer, 2, STEPS), 1),
     "warm-up and a cosine of torch": (warmed, 1),
     "warm-up and a cosine of torch for two ranks": (warmed_for_two, 2),

@@ -13,12 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 from conftest import ROOT, SFT, accel_fsdp, warm_python
 
 from accel_fsdp import command_line
 from accel_fsdp.config import JobConfig
-from accel_fsdp.errors import UsageError
 from accel_fsdp.rehearsal import janitor, scaled, small_run
 
 CONFIGS = ROOT / "accelerate_configs"
@@ -236,15 +234,6 @@ def job(**values: object) -> JobConfig:
     return JobConfig({"distributed_type": "FSDP", "num_processes": 16, "num_machines": 2, **values})
 
 
-def test_the_shape_of_a_mesh_stays() -> None:
-    mesh = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 8}
-    small_job, changes = scaled.scale(job(fsdp_config={"fsdp_version": 2}, parallelism_config=mesh))
-    small = yaml.safe_load(yaml.safe_dump(dict(small_job.values)))
-    assert (scaled.machines_of(small_job), small["num_processes"], small["num_machines"]) == (1, 4, 1)
-    assert list(small["parallelism_config"].values()) == [2, 2]
-    assert changes == ["num_processes 16 -> 4", "num_machines 2 -> 1", "mesh 2 x 8 -> 2 x 2"]
-
-
 def test_hybrid_of_fsdp1_has_two_nodes() -> None:
     small, _ = scaled.scale(job(fsdp_config={"fsdp_sharding_strategy": 4}))
     assert (small.number("num_processes"), scaled.machines_of(small)) == (4, 2)
@@ -258,17 +247,6 @@ def test_units_chosen_by_size_shrink_with_the_layers() -> None:
     assert changes == ["fsdp_min_num_params 196300800 -> 191923"]
     by_class = job(fsdp_config=given | {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"})
     assert scaled.with_smaller_units(by_class, real=218_112_000, small=213_248) == (by_class, [])
-
-
-def test_what_cannot_be_rehearsed_is_said() -> None:
-    with pytest.raises(UsageError, match="tp_size can't be rehearsed"):
-        scaled.scale(job(parallelism_config={"parallelism_config_tp_size": 2}))
-    with pytest.raises(UsageError, match="TPU can't be rehearsed"):
-        scaled.scale(JobConfig({"distributed_type": "XLA"}))
-    with pytest.raises(UsageError, match="--processes 1"):
-        scaled.scale(job(fsdp_config={}), processes=1)
-    with pytest.raises(UsageError, match="--processes 3"):
-        scaled.scale(job(fsdp_config={"fsdp_sharding_strategy": "HYBRID_SHARD"}), processes=3)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
