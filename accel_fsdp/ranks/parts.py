@@ -81,13 +81,15 @@ def places(model: "nn.Module") -> list[Place]:
     sharded: set[int] = set()
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
-            places += _places_in_flat(module._handle.flat_param, paths)
-            sharded |= {id(parameter) for parameter in (module._handle.flat_param, *_originals(module))}
+            flat = module._handle.flat_param
+            places += _places_in_flat(flat, paths)
+            sharded |= {id(parameter) for parameter in (flat, *(flat._params or ()), *(flat._shared_params or ()))}
         elif isinstance(module, FSDPModule):
             for param in (param for group in groups(module._get_fsdp_state()) for param in group.fsdp_params):
-                own = _sharded(param)
+                own, info = _sharded(param), param._module_info
                 if id(own) not in sharded:
-                    places.append(_place_in_fsdp2(param, own, paths))
+                    name = ".".join(filter(None, (paths[id(info.module)], info.param_name)))
+                    places.append(Place(name, own, _offsets(own), tuple(own.shape)))
                     sharded |= {id(own), id(getattr(param, "_unsharded_param", None))}
     for path, parameter in model.named_parameters():
         if id(parameter) not in sharded:
@@ -161,12 +163,6 @@ def _sharded(param: Any) -> Any:
     return getattr(info.module, info.param_name) if sharded.is_meta else sharded
 
 
-def _place_in_fsdp2(param: Any, sharded: Any, paths: Mapping[int, str]) -> Place:
-    info = param._module_info
-    name = ".".join(filter(None, (paths[id(info.module)], info.param_name)))
-    return Place(name, sharded, _offsets(sharded), tuple(sharded.shape))
-
-
 def _places_in_flat(flat: Any, paths: Mapping[int, str]) -> Iterator[Place]:
     originals = flat._params or [None] * len(flat._param_infos)
     infos = zip(flat._param_infos, flat._shapes, flat._shard_param_infos, originals, strict=True)
@@ -177,11 +173,6 @@ def _places_in_flat(flat: Any, paths: Mapping[int, str]) -> Iterator[Place]:
         shard_range = slice(shard.offset_in_shard, shard.offset_in_shard + shard.numel_in_shard)
         parameter, part_range = (flat, shard_range) if original is None else (original, None)
         yield Place(name, parameter, shard.intra_param_start_idx, tuple(shape), part_range, flat, shard_range)
-
-
-def _originals(module: Any) -> list["torch.Tensor"]:
-    flat = module._handle.flat_param
-    return [*(flat._params or []), *(flat._shared_params or [])]
 
 
 def _offsets(parameter: Any) -> list[int | list[int]]:
@@ -212,8 +203,5 @@ def _strided_offsets(tensor: Any) -> list[int | list[int]]:
         if isinstance(place, Shard | _StridedShard):
             shard = _StridedShard(0, split_factor=place.split_factor) if isinstance(place, _StridedShard) else Shard(0)
             indices[place.dim] = shard._split_tensor(indices[place.dim], ranks, with_padding=False)[0][index]
-    return [int(rows[0]) if _is_in_one_piece(rows) else rows.tolist() for rows in indices]
-
-
-def _is_in_one_piece(rows: "torch.Tensor") -> bool:
-    return bool(len(rows)) and int(rows[-1]) - int(rows[0]) == len(rows) - 1
+    lists = [rows.tolist() for rows in indices]
+    return [rows[0] if rows and rows[-1] - rows[0] == len(rows) - 1 else rows for rows in lists]

@@ -58,7 +58,6 @@ def install() -> None:
 class _SmallModels:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.is_at_work = False
 
     def install(self, module: ModuleType) -> None:
         library_internals.check(BUILT, why="models keep their size without it")
@@ -69,7 +68,7 @@ class _SmallModels:
         self, original: Callable[..., Any], kind: Any, name: Any, *args: Any, config: Any = None, **options: Any
     ) -> Any:
         """Loads a small model from a folder, as whole ones are loaded: into the same dtype, device and quantisation."""
-        if self.is_at_work or name is None:
+        if observing.is_paused or name is None:
             return original(name, *args, config=config, **options)
         whole, unused = config, options
         if not hasattr(config, "to_dict"):
@@ -95,12 +94,12 @@ class _SmallModels:
         return loaded
 
     def build(self, original: Callable[..., Any], kind: Any, config: Any, **options: Any) -> Any:
-        small = None if self.is_at_work else self._small(kind, config, config._name_or_path or config.model_type)
+        small = None if observing.is_paused else self._small(kind, config, config._name_or_path or config.model_type)
         return original(config if small is None else small.config, **options)
 
     def _small(self, kind: Any, config: Any, name: str) -> Any:
         """The small model; None if the real one is small enough, or has no small version."""
-        self.is_at_work = observing.is_paused = True
+        observing.is_paused = True
         try:
             whole: nn.Module = models.on_meta(name, kind, copy.deepcopy(config))
             count = sum(weight.numel() for weight in whole.parameters())
@@ -109,7 +108,7 @@ class _SmallModels:
             _report(f"{name} keeps its size: {error.what}")
             return None
         finally:
-            self.is_at_work = observing.is_paused = False
+            observing.is_paused = False
         if small is not None:
             fewer = sum(weight.numel() for weight in small.parameters())
             _report(f"{name} {count:,} -> {fewer:,} weights, random ones")

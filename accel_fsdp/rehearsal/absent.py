@@ -155,17 +155,10 @@ def _branch(call: Call) -> str:
     for line in reversed(call.lines):
         names = names_of_rank(parsed(line.rpartition(":")[0]))
         for node in _parents(line):
-            if isinstance(node, ast.If) and (condition := _on_ranks(node.test, names)):
+            if isinstance(node, ast.If) and names_a_rank(node.test, names):
                 is_else = any(_holds(inner, line) for inner in node.orelse)
-                return f"{'the else of ' if is_else else ''}`if {condition}` in line {node.lineno}"
+                return f"{'the else of ' if is_else else ''}`if {ast.unparse(node.test)}` in line {node.lineno}"
     return ""
-
-
-def _on_ranks(condition: ast.expr, names: frozenset[str]) -> str:
-    """The parts of a condition that name a rank; empty if there are none."""
-    is_and = isinstance(condition, ast.BoolOp) and isinstance(condition.op, ast.And)
-    parts = list(ast.iter_child_nodes(condition))[1:] if is_and else [condition]
-    return " and ".join(ast.unparse(part) for part in parts if names_a_rank(part, names))
 
 
 def names_of_rank(tree: ast.Module) -> frozenset[str]:

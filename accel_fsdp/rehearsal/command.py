@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from accel_fsdp import command_line, console
-from accel_fsdp.config import SCRIPT, JobConfig, header, read_config
+from accel_fsdp.config import EXPERT_FLAG, SCRIPT, JobConfig, header, read_config
 from accel_fsdp.errors import UsageError, UserError, joined, require
+from accel_fsdp.job import from_arguments
 from accel_fsdp.linter import LintOptions, completed, lint, read_launch
 from accel_fsdp.rehearsal import janitor, prepare, scaled, warm
 from accel_fsdp.rehearsal.blame import Failure, of_outcome
@@ -94,13 +95,14 @@ def _steps(
     if not launcher.cold:
         warm.start_server(folder)
     yield "check", lambda: _check(options, launcher, words, model)
-    experts = scaled.expert_parallel_size(words) if (uses_sft := read_launch(script, words).uses_sft) else 1
+    uses_sft = read_launch(script, words).uses_sft
+    experts = from_arguments.expert_parallel_size(command_line.parse_command_line(words)) if uses_sft else 1
     small_job, report.changes = scaled.scale(job, options.processes, experts)
     if not uses_sft:
         scaled.check_own(small_job, script.name)
     real, layout = scaled.layout_of(job, experts), scaled.small_layout(job, small_job, experts)
     if options.script is not None:
-        words = scaled.with_experts(words, layout.experts) if experts > 1 else words
+        words = (*words, EXPERT_FLAG, str(layout.experts)) if experts > 1 else words
         of_job = len(report.changes)
         yield from OwnRehearsal(
             launcher, small_job, words, layout.experts, not options.full_size, report.changes

@@ -1,12 +1,10 @@
 """Scales the user's YAML down for a rehearsal: fewer processes on one machine, with the same shape of mesh. Pure."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from accel_fsdp.command_line import parse_command_line
 from accel_fsdp.config import EXPERT_FLAG, HYBRID, Engine, JobConfig, hybrid_mesh, size_key
 from accel_fsdp.errors import UsageError
-from accel_fsdp.job import NATIVE_AXES, ROW_AXES, Layout, from_arguments, from_yaml
+from accel_fsdp.job import NATIVE_AXES, ROW_AXES, Layout, from_yaml
 
 PROCESSES = 2
 """The number of ranks: as many as two cores can run, and enough for shards."""
@@ -64,16 +62,6 @@ def scale(job: JobConfig, processes: int | None = None, experts: int = 1) -> tup
     if experts > 1:
         changes.append(f"{EXPERT_FLAG} {experts} -> {small_layout(job, small, experts).experts}")
     return small, changes
-
-
-def expert_parallel_size(words: Sequence[str]) -> int:
-    """The expert-parallel size in the arguments of train/sft.py; 1 by default."""
-    return from_arguments.expert_parallel_size(parse_command_line(words))
-
-
-def with_experts(words: Sequence[str], experts: int) -> tuple[str, ...]:
-    """The words with another expert-parallel size."""
-    return (*words, EXPERT_FLAG, str(experts))
 
 
 def layout_of(job: JobConfig, experts: int) -> Layout:
