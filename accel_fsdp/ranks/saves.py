@@ -1,7 +1,6 @@
-"""Observes what a script saves: by which call, where, in which line, and which weights; the rehearsal judges it.
+"""Observes what a script saves: by which call, where, in which line, and which shards; the rehearsal judges it.
 
-It reports the names of the saved tensors, how many are shards, and whether they are the model's own. It calls no
-collective.
+It calls no collective.
 """
 
 import functools
@@ -22,7 +21,7 @@ from accel_fsdp.ranks.steps import ObservedSteps
 
 
 class _Call(NamedTuple):
-    """A function or method that saves or loads.
+    """A function or method that saves.
 
     `content` is the argument that it writes; empty if another of these calls writes for it.
     """
@@ -55,7 +54,6 @@ CALLS = (
     _Call(DCP, "save", "state_dict"),
     _Call(DCP, "async_save", "state_dict"),
 )
-LOADS = (_Call("torch", "load"), _Call("safetensors.torch", "load_file"))
 PATHS = ("output_dir", "save_directory", "checkpoint_id", "filename", "f")
 """The arguments that name the folder or the file."""
 
@@ -75,7 +73,7 @@ class ObservedSaves:
         import torch.distributed as dist
 
         after(dist, "barrier", self._count_barrier)
-        for call in CALLS + LOADS:
+        for call in CALLS:
             imports.change(call.module, functools.partial(guarded(self._watch), call))
 
     def _count_barrier(self, *_: Any, **__: Any) -> None:
@@ -112,22 +110,18 @@ class ObservedSaves:
         if call.content and path:
             by_dcp = call.module == DCP and not arguments.get("no_dist")
             files.append({"path": path, **self._content(arguments[call.content], by_dcp)})
-        if not (is_outermost and path):
-            return
-        if call in LOADS:
-            events.report("loaded", path=path)
-            return
-        events.report(
-            "saved",
-            call=call.label,
-            path=path,
-            line=script.line_of_stack(sys._getframe(2)),
-            step=self.records.steps,
-            barriers=self.barriers,
-            machine=LaunchEnvironment.now().machine_rank,
-            is_whole=self._is_whole(next(filter(_is_module, arguments.values()), None)),
-            files=files,
-        )
+        if is_outermost and path:
+            events.report(
+                "saved",
+                call=call.label,
+                path=path,
+                line=script.line_of_stack(sys._getframe(2)),
+                step=self.records.steps,
+                barriers=self.barriers,
+                machine=LaunchEnvironment.now().machine_rank,
+                is_whole=self._is_whole(next(filter(_is_module, arguments.values()), None)),
+                files=files,
+            )
 
     def _is_whole(self, saved: Any) -> bool:
         """Whether a call saves the whole trained model; it may also save a part of it, or another model."""
@@ -140,22 +134,13 @@ class ObservedSaves:
         places = {place.name: place for model in self.records.models for place in model.places}
         sharded = {name: place for name, place in places.items() if place.now().numel() < prod(place.shape)}
         states = self._states_of({id(place.parameter) for place in sharded.values()})
-        modules = [module for model in self.records.models if (module := model.model()) is not None]
-        own = {_address(weight) for module in modules for weight in (*module.parameters(), *module.buffers())}
         shards = [
             _is_shard(tensor, sharded.get(user_name(name)), states)
             if _is_plain(tensor)
             else not by_dcp and _is_divided(tensor)
             for name, tensor in tensors
         ]
-        is_bare = isinstance(saved, Mapping) and all(map(_is_tensor, saved.values()))
-        return {
-            "shards": sum(shards),
-            "count": len(tensors),
-            "is_model": is_bare and all(_is_plain(tensor) and _address(tensor) in own for _, tensor in tensors),
-            "has_optimizer": _has_groups(saved),
-            "names": [name for name, _ in tensors if name],
-        }
+        return {"shards": sum(shards), "count": len(tensors)}
 
     def _states_of(self, sharded: set[int]) -> set[int]:
         """The addresses of the optimizers' states of sharded parameters."""
@@ -166,7 +151,7 @@ class ObservedSaves:
 
 
 def _path(arguments: Mapping[str, Any], result: Any) -> str:
-    """The absolute path that a call writes or reads; empty for buffers."""
+    """The absolute path that a call writes; empty for buffers."""
     of_writer = getattr(arguments.get("storage_writer"), "path", None)
     of_trainer = getattr(getattr(arguments.get("self"), "args", None), "output_dir", None)
     values = [arguments.get(name) for name in PATHS]
@@ -211,11 +196,6 @@ def _is_divided(tensor: Any) -> bool:
         placement.is_shard() and tensor.device_mesh.size(number) > 1
         for number, placement in enumerate(getattr(tensor, "placements", ()))
     )
-
-
-def _has_groups(saved: Any) -> bool:
-    """Whether the state of an optimizer is saved."""
-    return isinstance(saved, Mapping) and ("param_groups" in saved or any(map(_has_groups, saved.values())))
 
 
 def _tensors(saved: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.checkpoints import tensor_names
 from accel_fsdp.config import Engine
 from accel_fsdp.job import from_run
 from accel_fsdp.ranks import events, holding, lines, parts, script
@@ -104,15 +103,6 @@ class _Model:
     @property
     def trained(self) -> list[Place]:
         return [place for place in self.places if place.parameter.requires_grad]
-
-    @property
-    def names(self) -> list[str]:
-        """The names of its weights and buffers, all of a shared one."""
-        module = self.model()
-        inner = None if module is None else holding.unwrapped(module)
-        kinds = (inner.named_parameters, inner.named_buffers) if inner is not None else ()
-        names = {name for named in kinds for name, _ in named(remove_duplicate=False) if "_flat_param" not in name}
-        return sorted({tensor_names.clean_name(name) for name in names} | {place.name for place in self.places})
 
 
 class ObservedSteps:
@@ -289,10 +279,10 @@ class ObservedSteps:
         )
 
     def report_weights(self) -> None:
-        """Reports the part that this rank holds of each weight: its start, sum and norm; and all names of the model."""
+        """Reports the part that this rank holds of each weight: its start, sum and norm."""
         for model in self.models:
             held = {place.name: [place.start, *sums(place.now())] for place in model.places}
-            events.report("weights", model=model.number, held=held, names=model.names)
+            events.report("weights", model=model.number, held=held)
 
     def _content(self, model: _Model) -> dict[str, Any]:
         """`left`: the weights in no optimizer that never changed here. `changed`: those in none that did."""

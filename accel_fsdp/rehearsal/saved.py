@@ -1,7 +1,6 @@
-"""Judges what a script saved: shards, files of several ranks, names, and partial folders."""
+"""Judges what a script saved: shards, files of several ranks, and partial folders."""
 
 import math
-import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 from accel_fsdp.checkpoints import discover, tensor_names
 from accel_fsdp.config import Engine, JobConfig
 from accel_fsdp.errors import UserError
-from accel_fsdp.ranks import Holding, RankEvent, holding
+from accel_fsdp.ranks import Holding, RankEvent
 from accel_fsdp.rehearsal.blame import SCRIPT, Failure, mistake
 from accel_fsdp.rehearsal.records import Records
 from accel_fsdp.units import counted
@@ -39,12 +38,6 @@ SAVE_OF_ADAPTER = (
     "fsdp_version: 2 without fsdp_activation_checkpointing, as PEFT finds no adapter in modules that FSDP has wrapped; "
     "or train/sft.py, which repairs that"
 )
-UNWRAP = "the state dict of accelerator.unwrap_model(model), or accelerator.get_state_dict(model)"
-UNPREFIXED = {
-    "base_model.": "the adapter by PeftModel.save_pretrained, or the model that merge_and_unload() returns",
-    "_orig_mod.": "the state dict of accelerator.unwrap_model(model, keep_torch_compile=False)",
-}
-"""The state to save in place of tensors whose names begin like this."""
 File = Mapping[str, Any]
 """A file that a call wrote on one rank."""
 
@@ -61,7 +54,6 @@ def failures(events: Sequence[RankEvent], holdings: Mapping[int, Holding], job: 
     yield from _shards(files, sharing_ranks)
     yield from _mixed_files(files)
     yield from _partial(records, next((holding.weights for holding in holdings.values()), 0), job)
-    yield from _misnamed(files, records)
 
 
 def _shards(files: Sequence[File], sharing_ranks: int) -> Iterator[Failure]:
@@ -97,38 +89,11 @@ def _mixed_files(files: Sequence[File]) -> Iterator[Failure]:
                 return
 
 
-def _misnamed(files: Sequence[File], records: Records) -> Iterator[Failure]:
-    """Names that begin with those of wrappers, which the model without wrappers doesn't have.
-
-    A wrapped model never reads a folder of `save_pretrained`. Other files pass if the script reads them, saves an
-    optimizer beside them, or if their tensors aren't the model's own.
-    """
-    models = [{*event.content["names"]} for event in records.of("weights")]
-    model = models[0] if models else set()
-    if any(names != model for names in models) or any("module" in name.split(".") for name in model):
-        return
-    checkpointed = {file["step"] for file in files if file["has_optimizer"]}
-    resumed = {event.content["path"] for event in records.of("loaded")}
-    for file in files:
-        names = file["names"]
-        strange = [name for name in names if name not in model and holding.user_name(name) in model]
-        if file["call"] == "PreTrainedModel.save_pretrained":
-            strange += [name for name in names if name.startswith(tensor_names.PEFT_PREFIX)]
-        is_adapter = posixpath.basename(file["path"]).startswith("adapter_")
-        is_alone = file["is_model"] and file["step"] not in checkpointed and file["path"] not in resumed
-        if strange and not is_adapter and (file["call"] in FOLDERS[1:] or is_alone):
-            prefix = next((prefix for prefix in UNPREFIXED if strange[0].startswith(prefix)), "")
-            what = f"names of a wrapper, such as {strange[0]}, which the model itself doesn't have"
-            fix = f"save {UNPREFIXED.get(prefix, UNWRAP)}"
-            yield mistake(f"{file['call']} wrote {file['path']} with {what}", fix, file["line"])
-            return
-
-
 def _partial(records: Records, weights: int, job: JobConfig) -> Iterator[Failure]:
     """Folders with fewer weights than the model that was saved, and empty adapters."""
     saves = {event.content["path"]: event.content for event in records.of("saved")}
     written = {event.content["path"] for event in records.of("saved") if event.content["files"]}
-    names = [name for event in records.of("weights") for name in event.content["names"]]
+    names = [name for event in records.of("weights") for name in event.content["held"]]
     is_adapter = any(name.startswith(tensor_names.PEFT_PREFIX) for name in names)
     for path, content in saves.items():
         call, folder = content["call"], Path(path)
