@@ -1,21 +1,27 @@
-"""Copies models before they are sharded."""
+"""Copies models, and their buffers, before they are sharded."""
 
 import copy
 import gc
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from accel_fsdp.errors import in_a_line
 from accel_fsdp.launch_environment import LaunchEnvironment
-from accel_fsdp.ranks.holding import plain_class
+from accel_fsdp.ranks.holding import plain_class, unwrapped, user_name
 from accel_fsdp.ranks.hooks import hooks_of
 from accel_fsdp.units import kib_or_mib
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 MOST_BYTES = 2**29
 """The largest model that is copied: a rank keeps several copies of its part, and rank 0 two of the whole model."""
+
+
+Buffers: TypeAlias = "dict[str, torch.Tensor]"
+"""A forward pass may depend on buffers that a model changes itself, such as a codebook's entries."""
 
 
 @dataclass
@@ -84,3 +90,30 @@ def _rebuilt(model: Any) -> Any:
         for name, buffer in plain.named_buffers():
             buffer.copy_(buffers[name])
     return plain
+
+
+def buffers_of(model: "nn.Module") -> Buffers:
+    return {name: buffer.detach().cpu().clone() for name, buffer in _named(model) if not buffer.is_meta}
+
+
+def changed_buffers(module: "nn.Module", prefix: str, first: Buffers) -> "Buffers | None":
+    """The buffers of a module that is about to run, without those that have their `first` values.
+
+    None if DDP replaces them by rank 0's before the forward pass. FSDP may have cast them.
+    """
+    is_sent = getattr(module, "broadcast_buffers", False) and module.require_forward_param_sync
+    if is_sent and LaunchEnvironment.now().rank:
+        return None
+    now = {f"{prefix}.{name}".lstrip("."): buffer for name, buffer in _named(unwrapped(module))}
+    known = ((name, buffer.detach().cpu(), first[name]) for name, buffer in now.items() if name in first)
+    return {name: buffer.clone() for name, buffer, begun in known if not buffer.equal(begun.to(buffer.dtype))}
+
+
+def restore_buffers(model: "nn.Module", first: Buffers, changed: Buffers) -> None:
+    for name, buffer in _named(model):
+        if name in first:
+            buffer.data = changed.get(name, first[name]).to(buffer.dtype).clone()
+
+
+def _named(model: "nn.Module") -> Iterator[tuple[str, Any]]:
+    return ((user_name(name), buffer) for name, buffer in model.named_buffers())

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.config import LONG_DTYPES
 from accel_fsdp.launch_environment import LaunchEnvironment
-from accel_fsdp.ranks import between_ranks, buffers, cpu, events, lines, loss_shares, parts, precision
+from accel_fsdp.ranks import between_ranks, cpu, events, lines, loss_shares, parts, precision
 from accel_fsdp.ranks.alone import Tensors, Unrepeatable, alone, stepped
 from accel_fsdp.ranks.between_ranks import MOSTLY
+from accel_fsdp.ranks.copies import restore_buffers
 from accel_fsdp.ranks.holding import user_name
 from accel_fsdp.ranks.outputs import tensors_in
 from accel_fsdp.ranks.ratios import EXACT, factor, is_changed, norm, ratio, share_changed
@@ -227,7 +228,7 @@ class _Repeated:
         evaluating = set(forward["evaluating"])
         for path, part in module.named_modules():
             part.training = user_name(path) not in evaluating
-        buffers.restore(self.model, self.buffers, forward["buffers"])
+        restore_buffers(self.model, self.buffers, forward["buffers"])
         torch.set_rng_state(forward["random"])
         dtype = getattr(torch, LONG_DTYPES[self.precision]) if self.precision in LONG_DTYPES else None
         return torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None)
