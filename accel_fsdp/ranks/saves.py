@@ -187,8 +187,9 @@ def _is_shard(tensor: Any, place: parts.Place | None, states: set[int]) -> bool:
     """Whether a plain tensor is a rank's part of an optimizer's state, or has a weight's name and its part's size."""
     if _address(tensor) in states:
         return True
-    is_other = place is not None and tuple(tensor.shape) != place.shape
-    return is_other and bool(tensor.numel() == place.now().numel())
+    if place is None or tuple(tensor.shape) == place.shape:
+        return False
+    return bool(tensor.numel() == place.now().numel())
 
 
 def _is_divided(tensor: Any) -> bool:

@@ -37,7 +37,9 @@ def find(events: Sequence[RankEvent]) -> Iterator[Failure]:
         by_loader.setdefault((rows["epoch"], rows["line"], rows["loader"]), {})[rank] = rows
     epochs = sorted(by_loader.items())
     checks = [look(of_ranks) for look in (_shared, _sharded_twice, _split_twice) for _, of_ranks in epochs]
-    checks += [_not_shuffled(by_loader.get((epoch - 1, *loader), {}), now) for (epoch, *loader), now in epochs]
+    checks += [
+        _not_shuffled(by_loader.get((epoch - 1, line, number), {}), now) for (epoch, line, number), now in epochs
+    ]
     yield from islice(chain.from_iterable(checks), 1)
 
 
