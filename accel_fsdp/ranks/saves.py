@@ -134,12 +134,7 @@ class ObservedSaves:
         places = {place.name: place for model in self.records.models for place in model.places}
         sharded = {name: place for name, place in places.items() if place.now().numel() < prod(place.shape)}
         states = self._states_of({id(place.parameter) for place in sharded.values()})
-        shards = [
-            _is_shard(tensor, sharded.get(user_name(name)), states)
-            if _is_plain(tensor)
-            else not by_dcp and _is_divided(tensor)
-            for name, tensor in tensors
-        ]
+        shards = (_is_shard(tensor, sharded.get(user_name(name)), states, by_dcp) for name, tensor in tensors)
         return {"shards": sum(shards), "count": len(tensors)}
 
     def _states_of(self, sharded: set[int]) -> set[int]:
@@ -173,30 +168,21 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or type(value).__name__ == "ShardedTensor"
 
 
-def _is_plain(tensor: Any) -> bool:
-    import torch
-
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta
-
-
 def _address(tensor: Any) -> int:
     return int(parts.local(tensor).untyped_storage().data_ptr())
 
 
-def _is_shard(tensor: Any, place: parts.Place | None, states: set[int]) -> bool:
-    """Whether a plain tensor is a rank's part of an optimizer's state, or has a weight's name and its part's size."""
-    if _address(tensor) in states:
-        return True
-    if place is None or tuple(tensor.shape) == place.shape:
+def _is_shard(tensor: Any, place: parts.Place | None, states: set[int], by_dcp: bool) -> bool:
+    """Whether a tensor is a rank's part of a whole one, of an optimizer's state, or of the weight with its name."""
+    import torch
+
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        is_divided = type(tensor).__name__ == "ShardedTensor" or parts.local(tensor).numel() < tensor.numel()
+        return is_divided and not by_dcp
+    if tensor.is_meta:
         return False
-    return bool(tensor.numel() == place.now().numel())
-
-
-def _is_divided(tensor: Any) -> bool:
-    return type(tensor).__name__ == "ShardedTensor" or any(
-        placement.is_shard() and tensor.device_mesh.size(number) > 1
-        for number, placement in enumerate(getattr(tensor, "placements", ()))
-    )
+    is_part = place is not None and tuple(tensor.shape) != place.shape and tensor.numel() == place.now().numel()
+    return is_part or _address(tensor) in states
 
 
 def _tensors(saved: Any, name: str = "") -> Iterator[tuple[str, Any]]:

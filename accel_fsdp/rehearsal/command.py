@@ -86,7 +86,8 @@ def _steps(
 ) -> Iterator[tuple[str, Action]]:
     script = options.script or header.shipped() / SCRIPT
     launcher = Rehearsed(folder, script, options.timeout, cold=options.script is not None)
-    os.environ |= janitor.mark(folder) | {
+    os.environ |= {
+        janitor.FOLDER: str(folder),
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_VISIBLE_DEVICES": "",

@@ -19,7 +19,7 @@ import psutil
 from accel_fsdp.launch import python_child
 
 FOLDER = "ACCEL_FSDP_REHEARSAL"
-"""The variable that marks processes of a rehearsal: it names the folder."""
+"""The variable with which processes of a rehearsal must be started: it names the folder."""
 SERVING = "from accel_fsdp.rehearsal import janitor; janitor.serve({!r})"
 
 
@@ -34,11 +34,6 @@ def folder() -> Iterator[Path]:
         yield place
     finally:
         process.communicate(b".")  # closing isn't enough: processes forked meanwhile hold the pipe open too
-
-
-def mark(place: Path) -> dict[str, str]:
-    """The environment variable with which processes of a rehearsal must be started."""
-    return {FOLDER: str(place)}
 
 
 def serve(place: str) -> None:
