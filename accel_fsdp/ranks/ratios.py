@@ -1,7 +1,7 @@
-"""Compares gradients of the ranks with others: their ratio, and a common factor."""
+"""Compares gradients of the ranks with others, by their ratio or a common factor, and copies with each other."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -48,3 +48,18 @@ def share_changed(reduced: Mapping[str, Any], used: Mapping[str, Any]) -> float 
     changes = [(used[name][1] != part).flatten() for name, (_, part) in reduced.items() if name in used]
     elements = sum(change.numel() for change in changes)
     return sum(int(change.sum()) for change in changes) / elements if elements else None
+
+
+def differing_copies(updates: Sequence[Mapping[str, Any]], kind: str) -> dict[str, Any] | None:
+    """The first weight of which two ranks hold different copies, as under DDP and in replicas."""
+    for name in updates[0]["trained"]:
+        seen: dict[str, tuple[int, torch.Tensor]] = {}
+        for rank, update in enumerate(updates):
+            if (placed := update[kind].get(name)) is None:
+                continue
+            start, part = placed
+            first, other_part = seen.setdefault(f"{start} {tuple(part.shape)}", (rank, part))
+            difference = norm(part - other_part) / max(norm(other_part), 1e-12)
+            if part.numel() and difference > EXACT:
+                return {"name": name, "ranks": [first, rank], "apart": difference}
+    return None

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.config import LONG_DTYPES
 from accel_fsdp.launch_environment import LaunchEnvironment
-from accel_fsdp.ranks import between_ranks, cpu, events, lines, loss_shares, parts, precision
+from accel_fsdp.ranks import cpu, events, lines, loss_shares, parts, precision
 from accel_fsdp.ranks.alone import Tensors, Unrepeatable, alone, stepped
-from accel_fsdp.ranks.between_ranks import MOSTLY
 from accel_fsdp.ranks.copies import restore_buffers
 from accel_fsdp.ranks.holding import user_name
 from accel_fsdp.ranks.outputs import tensors_in
-from accel_fsdp.ranks.ratios import EXACT, factor, is_changed, norm, ratio, share_changed
+from accel_fsdp.ranks.ratios import EXACT, differing_copies, factor, is_changed, norm, ratio, share_changed
 from accel_fsdp.ranks.recording import KNOWN_OPTIMIZERS, Recorder
 from accel_fsdp.ranks.records import united
 from accel_fsdp.waiting import comes_true
@@ -35,6 +34,8 @@ ROUNDED_RATIO = 2e-3
 """How far from 1 the ratio of all gradients may be in 16 bits, where rounding cancels out. 1e-3 was measured."""
 ROUNDED_OUTPUTS = 0.1
 """How far apart the outputs of a forward pass may be in 16 bits; more comes from unrecorded state."""
+MOSTLY = 0.9
+"""The share of a weight's elements that change where a script changes all of it: zeros may stay."""
 FLOOR = 1e-2
 """Gradients that are smaller than this part of the largest one are compared with that part of it: they may be noise."""
 
@@ -65,7 +66,7 @@ def _compare(recorder: Recorder, number: int, updates: Sequence[dict[str, Any]])
     try:
         _Repeated(recorder, number, updates).compare()
     except Unrepeatable:
-        if content := between_ranks.copies(updates, "reduced"):
+        if content := differing_copies(updates, "reduced"):
             events.report("otherwise", what="copies", line=updates[0]["line"], of="gradient", **content)
         raise
 
@@ -311,7 +312,7 @@ class _Repeated:
             self._report(line=self.first["line"], **content)
 
     def _compare_copies(self, kind: str, what: str) -> None:
-        content = between_ranks.copies(self.updates, kind)
+        content = differing_copies(self.updates, kind)
         if content and kind == "reduced":
             is_whole = content["name"] in self.first["unsharded"]
             line = self.wrapped_at if is_whole else self.first["unsynced"] or self.first["line"]

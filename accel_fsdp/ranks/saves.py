@@ -31,12 +31,8 @@ class _Call(NamedTuple):
     content: str = ""
 
     @property
-    def is_method(self) -> bool:
-        return "." in self.name
-
-    @property
     def label(self) -> str:
-        return self.name if self.is_method else f"{self.module}.{self.name}"
+        return self.name if "." in self.name else f"{self.module}.{self.name}"
 
 
 DCP = "torch.distributed.checkpoint"
@@ -90,7 +86,7 @@ class ObservedSaves:
         self, call: _Call, signature: inspect.Signature, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         files: list[dict[str, Any]] | None = getattr(self.writing, "files", None)
-        is_outermost = files is None and (call.is_method or script.is_calling(sys._getframe(1)))
+        is_outermost = files is None and ("." in call.name or script.is_calling(sys._getframe(1)))
         if is_outermost:
             files = self.writing.files = []
         try:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from accel_fsdp.config import Engine
 from accel_fsdp.job import from_run
 from accel_fsdp.ranks import events, holding, lines, parts, script
-from accel_fsdp.ranks.between_ranks import differs_in_training
 from accel_fsdp.ranks.holding import user_name
 from accel_fsdp.ranks.observing import Observation, after, before, guarded
 from accel_fsdp.ranks.parts import Place
@@ -307,7 +306,16 @@ def _is_evaluating(model: _Model) -> bool:
     """Whether a model that has dropout, or statistics of batches, is in evaluation mode."""
     if (module := model.model()) is None or (inner := holding.unwrapped(module)).training:
         return False
-    return any(map(differs_in_training, inner.modules()))
+    return any(map(_differs_in_training, inner.modules()))
+
+
+def _differs_in_training(module: "nn.Module") -> bool:
+    """Whether a layer computes other values in training mode, by dropout or by a batch's statistics."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+    from torch.nn.modules.dropout import _DropoutNd
+
+    rates = [value for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
+    return isinstance(module, _BatchNorm) or any(rates) or (isinstance(module, _DropoutNd) and module.p > 0)
 
 
 def _settings(group: dict[str, Any]) -> dict[str, list[float]]:

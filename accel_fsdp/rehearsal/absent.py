@@ -27,14 +27,11 @@ PRIORITY = ("barrier", "generate", "save", "gather")
 """Kinds of calls that a single rank makes by mistake, the likeliest first."""
 FIXES: Mapping[str, str] = {
     "barrier": "call it on every rank: wait_for_everyone outside of what one rank does alone",
-    "save": "save on all ranks: accelerator.save_state(folder), or state = accelerator.get_state_dict(model); only "
-    "rank 0 writes a whole state",
+    "save": "save on all ranks: accelerator.save_state(folder); only rank 0 writes what get_state_dict(model) gathers",
     "generate": "generate on every rank, on prompts of its own, with synced_gpus=True: each token gathers the weights",
-    "forward": "run the model on every rank, also to evaluate, as each pass gathers the weights from all ranks; "
-    "accelerator.gather_for_metrics brings the results together, and rank 0 alone prints them",
+    "forward": "run the model on every rank, also to evaluate, as each pass gathers the weights from all ranks",
     "gather": "every rank must call what all of them do together: no collective behind `if rank == 0`",
-    "sizes": "accelerator.pad_across_processes(tensor, dim=1) before gather; accelerator.gather_for_metrics drops what "
-    "an uneven last batch repeats; gather_for_metrics(objects, use_gather_object=True) takes any sizes",
+    "sizes": "accelerator.pad_across_processes(tensor, dim=1) before gather; or accelerator.gather_for_metrics",
     "uneven": "the same number of steps on every rank: even_batches=True or DataLoader(drop_last=True), under DDP "
     "accelerator.join_uneven_inputs([model]); no break or continue that a rank takes alone",
     "gradients": "use the same weights on all ranks in each step, as by drawing the task from one seed for all; or add "

@@ -150,16 +150,13 @@ def line_of_split(script: str) -> int:
     """The first line with a slice or a call of `SPLITTING` that depends on the rank; 0 if there is none."""
     tree = parsed(script)
     by_rank = names_of_rank(tree)
-    lines = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.expr) and _splits(node, by_rank)]
-    return min(lines, default=0)
+    nodes = (node for node in ast.walk(tree) if any(names_a_rank(part, by_rank) for part in _choosing(node)))
+    return min((getattr(node, "lineno", 0) for node in nodes), default=0)
 
 
-def _splits(node: ast.expr, by_rank: frozenset[str]) -> bool:
+def _choosing(node: ast.AST) -> list[ast.AST]:
+    """The parts of an expression that choose rows."""
     if isinstance(node, ast.Subscript):
-        return names_a_rank(node.slice, by_rank)
-    is_split = isinstance(node, ast.Call) and _name(node) in SPLITTING
-    return is_split and any(names_a_rank(inner, by_rank) for inner in ast.iter_child_nodes(node))
-
-
-def _name(call: ast.Call) -> str:
-    return getattr(call.func, "attr", "") or getattr(call.func, "id", "")
+        return [node.slice]
+    name = getattr(node.func, "attr", getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""
+    return list(ast.iter_child_nodes(node)) if name in SPLITTING else []
