@@ -91,9 +91,6 @@ if "warmup" in WAYS:
 if "hook" in WAYS:
     accelerator.unwrap_model(model).model.layers[0].mlp.register_forward_hook(lambda *given: given[2] * 1.5)
 average: dict[str, torch.Tensor] = {}
-initial = (
-    {name: tensor.clone() for name, tensor in accelerator.get_state_dict(model).items()} if "saves" in WAYS else {}
-)
 
 
 def loss_of(batch: torch.Tensor) -> torch.Tensor:
@@ -219,19 +216,8 @@ if "saves" in WAYS:
         dcp.async_save({"model": sharded}, checkpoint_id=folder / "dcp-async").result()
     if is_main:
         torch.save({"losses": [1.0, 2.0], "rows": torch.ones(3)}, folder / "metrics.pt")
-        torch.save(initial, folder / "initial.pt")
         save_file({"lm_head.weight": state["lm_head.weight"]}, folder / "head.safetensors")
-        packed = {name: (tensor.flatten() * 9).to(torch.int8) for name, tensor in state.items()}
-        save_file(packed, folder / "packed.safetensors")
-        mean = {name: 0.9 * initial[name] + 0.1 * tensor for name, tensor in state.items()}
-        torch.save({f"module.{name}": tensor for name, tensor in mean.items()}, folder / "ema.pt")
-        torch.save(mean, folder / "pytorch_model.bin")
     for turn in range(accelerator.num_processes):
         if turn == rank:
             torch.save({"rank": rank}, folder / "in-turn.pt")
         accelerator.wait_for_everyone()
-    if "ddp" in WAYS:  # as PyTorch's tutorial of DDP does
-        if is_main:
-            torch.save(model.state_dict(), folder / "wrapped.pt")
-        accelerator.wait_for_everyone()
-        model.load_state_dict(torch.load(folder / "wrapped.pt"))

@@ -23,11 +23,6 @@ def warmed(optimizer: Any) -> Any:
     return lr_scheduler.SequentialLR(optimizer, [rising, lr_scheduler.CosineAnnealingLR(optimizer, 6)], [2])
 
 
-def warmed_for_two(optimizer: Any) -> Any:
-    rising = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=6)
-    return lr_scheduler.SequentialLR(optimizer, [rising, lr_scheduler.CosineAnnealingLR(optimizer, 10)], [6])
-
-
 Makes = Callable[[Any], Any]
 WRONG: dict[str, tuple[Makes, int]] = {
     "moved with each of four micro-batches": (lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 10), 4),
@@ -47,7 +42,6 @@ RIGHT: dict[str, tuple[Makes, int]] = {
     ),
     "warm-up and a cosine": (lambda optimizer: get_cosine_schedule_with_warmup(optimizer, 2, STEPS), 1),
     "warm-up and a cosine of torch": (warmed, 1),
-    "warm-up and a cosine of torch for two ranks": (warmed_for_two, 2),
     "one cycle": (lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=STEPS + 1), 1),
     "a triangle": (
         lambda optimizer: lr_scheduler.CyclicLR(optimizer, 1e-4, 1e-3, step_size_up=2, cycle_momentum=False),
