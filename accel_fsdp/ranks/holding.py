@@ -38,9 +38,8 @@ class HeldUnit:
 
     `name` is the path of its module, empty for the model itself; `kind` the module's class; `ranks` share the unit;
     `reshards`: it is sharded again between forward and backward. `states_alone`: only the optimizer's states are
-    sharded, and each rank holds all weights. `stored` counts the elements of this rank's tensors (an element of a
-    packed tensor holds several weights), `trained` those of them that get gradients. `is_split`: tensor parallelism has
-    split a layer in it; `is_of_experts`: expert parallelism has divided it.
+    sharded, and each rank holds all weights. `is_split`: tensor parallelism has split a layer in it; `is_of_experts`:
+    expert parallelism has divided it.
     """
 
     name: str
@@ -51,8 +50,6 @@ class HeldUnit:
     ranks: int
     reshards: bool = True
     states_alone: bool = False
-    stored: int = 0
-    trained: int = 0
     is_split: bool = False
     is_of_experts: bool = False
 
@@ -187,10 +184,7 @@ def _fsdp1_unit(name: str, module: Any) -> tuple[HeldUnit, set[int]]:
     reshards = module.sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
     ranks = 1 if is_unsharded else several
     own_weights, share = flat.numel() * weights // elements, _largest_part(elements, ranks) * weights // elements
-    stored, trained = flat.numel(), flat.numel() * flat.requires_grad
-    unit = HeldUnit(
-        name, class_name(module), weights, own_weights, share, ranks, reshards, stored=stored, trained=trained
-    )
+    unit = HeldUnit(name, class_name(module), weights, own_weights, share, ranks, reshards)
     views = {id(view) for view in module.parameters(recurse=True)} if module._use_orig_params else set()
     return unit, {id(flat), *views}
 
@@ -201,12 +195,10 @@ def _fsdp2_units(name: str, module: Any, counted_ids: set[int]) -> Iterator[tupl
         if id(group) in counted_ids:
             continue
         counted_ids.add(id(group))
-        parameters = [param.sharded_param for param in group.fsdp_params]
-        owned = {id(param.sharded_param): param._module_info for param in group.fsdp_params}
-        per_element = [counting.per_element(owned[id(p)].module, owned[id(p)].param_name, p) for p in parameters]
+        owners = ((param.sharded_param, param._module_info) for param in group.fsdp_params)
+        pairs = [(own, counting.per_element(info.module, info.param_name, own)) for own, info in owners]
         ranks = getattr(group.mesh_info, "shard_mesh_size", 1)
-        reshards = group.post_forward_mesh_info is not None
-        yield _dtensor_unit(name, class_name(module), list(zip(parameters, per_element, strict=True)), ranks, reshards)
+        yield _dtensor_unit(name, class_name(module), pairs, ranks, group.post_forward_mesh_info is not None)
 
 
 def _dtensor_unit(
@@ -222,8 +214,6 @@ def _dtensor_unit(
         share=sum(_largest_shard(p) * count for p, count in pairs),
         ranks=ranks,
         reshards=reshards,
-        stored=sum(p.to_local().numel() for p in parameters),
-        trained=sum(p.to_local().numel() for p in parameters if p.requires_grad),
         is_split=any(_divides(TENSOR_AXIS, p) for p in parameters),
         is_of_experts=any(_divides(EXPERT_AXIS, p) for p in parameters),
     )
