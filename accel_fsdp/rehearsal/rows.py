@@ -111,10 +111,7 @@ def _write(dataset: str, target: Path, split: str, config_name: str | None) -> s
 def _made_up(count: int, split: str, chats: bool) -> Iterator[dict[str, Any]]:
     chance = random.Random(split)
     for number in range(count):
-        text = " ".join(chance.choices(WORDS, k=LENGTHS[number % len(LENGTHS)]))
-        yield _chat(chance, text) if chats else {"text": f"{text}."}
-
-
-def _chat(chance: random.Random, text: str) -> dict[str, Any]:
-    question = " ".join(chance.choices(WORDS, k=5)) + "?"
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": f"{text}."}]}
+        text = f"{' '.join(chance.choices(WORDS, k=LENGTHS[number % len(LENGTHS)]))}."
+        question = f"{' '.join(chance.choices(WORDS, k=5))}?"
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": text}]
+        yield {"messages": turns} if chats else {"text": text}
