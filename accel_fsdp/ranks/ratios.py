@@ -59,7 +59,6 @@ def differing_copies(updates: Sequence[Mapping[str, Any]], kind: str) -> dict[st
                 continue
             start, part = placed
             first, other_part = seen.setdefault(f"{start} {tuple(part.shape)}", (rank, part))
-            difference = norm(part - other_part) / max(norm(other_part), 1e-12)
-            if part.numel() and difference > EXACT:
-                return {"name": name, "ranks": [first, rank], "apart": difference}
+            if part.numel() and norm(part - other_part) > EXACT * max(norm(other_part), 1e-12):
+                return {"name": name, "ranks": [first, rank]}
     return None
