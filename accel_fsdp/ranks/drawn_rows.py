@@ -33,7 +33,7 @@ MOST_EPOCHS = 3
 PREPARED = "accelerator.prepare"
 
 
-@dataclass
+@dataclass(eq=False)
 class _Pass:
     """One iteration over a loader, identified by the id of its sampler's iterator, `indices`.
 
@@ -61,6 +61,7 @@ class ObservedRows:
         self.passes: weakref.WeakKeyDictionary[Any, _Pass] = weakref.WeakKeyDictionary()
         self.all: list[list[_Pass]] = []
         self.last: _Pass | None = None
+        self.trained: _Pass | None = None
 
     def install(self) -> None:
         from torch.utils.data import DataLoader
@@ -87,7 +88,8 @@ class ObservedRows:
 
     def ran_backward(self) -> None:
         if self.last:
-            self.last.trained = self.last.given
+            self.trained = self.last
+            self.trained.trained = self.last.given
 
     @property
     def epoch(self) -> list[int] | None:
@@ -96,8 +98,8 @@ class ObservedRows:
 
     @property
     def batches(self) -> tuple[int, int]:
-        """The batches of an epoch, of all ranks and of this one; 0 if the script left the last one before its end."""
-        return self.last.facts["batches"] if self.last and self.last.is_over else (0, 0)
+        """The batches of an epoch of training, of all ranks and of this one; 0 if the script left the last one."""
+        return self.trained.facts["batches"] if self.trained and self.trained.is_over else (0, 0)
 
     def report_end(self) -> None:
         """Reports the rows of each pass: their indices in the data set, each with a checksum of the content.
