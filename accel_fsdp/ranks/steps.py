@@ -26,7 +26,7 @@ WORDS = ("nan_to_num", ".eval()", "requires_grad", "add_param_group")
 """Words of lines that the judges name: of each the line that is nearest to the first backward pass, or the pass."""
 SETTINGS = ("lr", "weight_decay", "betas", "momentum")
 """The settings with which an optimizer updates a group of parameters; they must be equal on all ranks."""
-WEIGHTS = Observation("weights around each step and at each save", *parts.RELIES_ON)
+WEIGHTS = Observation("weights around each step", *parts.RELIES_ON)
 MOST_PASSES = 256
 """The newest backward passes that are reported, of a script that never clears gradients."""
 Sums = tuple[float, float]

@@ -12,7 +12,7 @@ CHANGED = {
     "torch.utils.checkpoint:checkpoint": "random numbers under activation checkpointing",
     "torch.utils.data.dataloader:_BaseDataLoaderIter._next_index": "rows that loaders give",
     "torch.distributed.fsdp:FSDPModule._get_fsdp_state": "what each rank holds",
-    "torch.distributed.tensor.placement_types:_StridedShard._split_tensor": "weights around each step and at each save",
+    "torch.distributed.tensor.placement_types:_StridedShard._split_tensor": "weights around each step",
 }
 SCRIPT = """
 from importlib import import_module
