@@ -11,13 +11,16 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.ranks import events, imports, parts, script
 from accel_fsdp.ranks.holding import unwrapped, user_name
 from accel_fsdp.ranks.observing import after, guarded, replace
 from accel_fsdp.ranks.steps import ObservedSteps
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class _Call(NamedTuple):
@@ -121,16 +124,27 @@ class ObservedSaves:
 
     def _is_whole(self, saved: Any) -> bool:
         """Whether a call saves the whole trained model; it may also save a part of it, or another model."""
-        models = [module for model in self.records.models if (module := model.model()) is not None]
+        models = self._modules()
         return saved is None or not models or any(unwrapped(saved) is unwrapped(module) for module in models)
+
+    def _modules(self) -> "list[nn.Module]":
+        return [module for model in self.records.models if (module := model.model()) is not None]
 
     def _content(self, saved: Any, by_dcp: bool) -> dict[str, Any]:
         """The content of a file. DCP writes a whole DTensor, each rank its part."""
         tensors = list(_tensors(saved))
         places = {place.name: place for model in self.records.models for place in model.places}
         sharded = {name: place for name, place in places.items() if place.now().numel() < prod(place.shape)}
-        states = self._states_of({id(place.parameter) for place in sharded.values()})
-        shards = (_is_shard(tensor, sharded.get(user_name(name)), states, by_dcp) for name, tensor in tensors)
+        names = [user_name(name) for module in self._modules() for name, _ in module.named_parameters()]
+        # FSDP1 may have all of a weight on other ranks
+        elsewhere = {name for name in names if name not in places and "_flat_param" not in name}
+        parted = (place for place in places.values() if not parts.is_whole(place))
+        states = self._states_of({id(place.parameter) for place in parted} if sharded or elsewhere else set())
+        shards = [
+            _is_shard(tensor, sharded.get(user_name(name)), states, by_dcp)
+            or (user_name(name) in elsewhere and not tensor.numel())
+            for name, tensor in tensors
+        ]
         return {"shards": sum(shards), "count": len(tensors)}
 
     def _states_of(self, sharded: set[int]) -> set[int]:
