@@ -128,11 +128,6 @@ class ObservedRows:
             self.last.trained = self.last.given
 
     @property
-    def epoch(self) -> list[int] | None:
-        """Names the loader that gave the last batch, and the pass over it."""
-        return [id(self.last.loader), id(self.last)] if self.last else None
-
-    @property
     def batches(self) -> tuple[int, int]:
         """The batches of an epoch, of all ranks and of this one, if the script asked for the former.
 

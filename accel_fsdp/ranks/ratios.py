@@ -41,10 +41,3 @@ def factor(reduced: Mapping[str, Any], used: Mapping[str, Any]) -> float | None:
     size = math.sqrt(sum(norm(part) ** 2 for part in after.values()))
     residual = math.sqrt(sum(norm(after[name] - common * part) ** 2 for name, part in before.items()))
     return common if size and residual <= EXACT * size else None
-
-
-def share_changed(reduced: Mapping[str, Any], used: Mapping[str, Any]) -> float | None:
-    """The share of a rank's elements whose gradients changed between backward and step; None if it holds none."""
-    changes = [(used[name][1] != part).flatten() for name, (_, part) in reduced.items() if name in used]
-    elements = sum(change.numel() for change in changes)
-    return sum(int(change.sum()) for change in changes) / elements if elements else None

@@ -11,10 +11,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from accel_fsdp.checkpoints import file_names
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.ranks import events, holding, parts, script
 from accel_fsdp.ranks.holding import user_name
@@ -147,8 +145,7 @@ class ObservedSaves:
     def _report(self, call: _Call, path: str, arguments: Mapping[str, Any], files: list[dict[str, Any]]) -> None:
         line = script.line_of_stack(sys._getframe(2))
         if call in LOADS:
-            has_optimizer = any(Path(path).glob(f"{file_names.OPTIMIZER}*"))
-            events.report("loaded", path=path, optimizer=has_optimizer, line=line)
+            events.report("loaded", path=path, line=line)
             return
         saved = next((value for value in list(arguments.values())[:2] if _is_module(value)), None)
         events.report(

@@ -102,7 +102,8 @@ KNOWN = (
         r"got mixed torch.Tensor and DTensor|'weight' must be 2-D|size mismatch, got input"
         r"|must be at least 1-dimensional|Expected weight to be 2-D|weight should have at least",
         SCRIPT,
-        "call the whole model: a part of it, or generate, sees shards, as FSDP gathers in the hooks of its units",
+        "call the whole model: a part of it, or generate, sees shards, as FSDP gathers in the hooks of its units. Or "
+        "two units share a weight: leave embedding and head in one",
     ),
     Cause(
         r"The size of tensor a \(\d+\) must match the size of tensor b",
@@ -120,6 +121,11 @@ KNOWN = (
         "fp16 mixed precision requires a GPU",
         "mixed_precision",
         "mixed_precision: bf16 in a rehearsal, as fp16 scales losses on GPUs alone",
+    ),
+    Cause(
+        r"'(DistributedDataParallel|FullyShardedDataParallel|DeepSpeedEngine)' object has no attribute",
+        SCRIPT,
+        "the model inside of the wrapper may have it: accelerator.unwrap_model(model)",
     ),
     Cause("--tf32 requires", "--tf32", "leave out --tf32 in a rehearsal: it chooses kernels of GPUs"),
     Cause(
@@ -205,7 +211,7 @@ def of_message(error: str, line: str, outcome: Outcome) -> Failure:
         if re.search(cause.message, text) and re.search(cause.at, outcome.output):
             return Failure(what, key=cause.key, fix=cause.fix, line=line, output=outcome.tail)
     if line and OF_PYTHON.match(error):
-        return Failure(what, key=SCRIPT, line=line, fix=_unwrapping(outcome), output=outcome.tail)
+        return Failure(what, key=SCRIPT, line=line, output=outcome.tail)
     return Failure(what, line=line, output=outcome.tail)
 
 
@@ -213,12 +219,6 @@ def _first_words(error: str) -> str:
     """The first line of an error, with the next one if it ends with a colon."""
     first, *others = error.splitlines()
     return f"{first} {others[0].strip()}" if first.endswith(":") and others else first
-
-
-def _unwrapping(outcome: Outcome) -> str:
-    """The fix for an attribute that the wrapper lacks and its model has; empty if the model lacks it too."""
-    name = next((event.content["wrapped"] for event in outcome.failures if event.content["wrapped"]), "")
-    return f"the model inside of the wrapper has it: accelerator.unwrap_model(model).{name}" if name else ""
 
 
 def of_hang(hang: Hang, events: Sequence[RankEvent], tail: str = "") -> Failure:

@@ -133,7 +133,7 @@ def failures(events: Sequence[RankEvent], holdings: Mapping[int, Holding], job: 
     sharing_ranks = max((unit.ranks for holding in holdings.values() for unit in holding.units), default=2)
     yield from _shards(files, sharing_ranks)
     yield from _mixed_files(files)
-    yield from _partial(events, next((holding.weights for holding in holdings.values()), 0), job)
+    yield from _partial(events, next((holding.weights for holding in holdings.values()), 0), model, job)
     last = list({file.path: file for file in files if file.tensors and not file.is_adapter}.values())
     yield from _misnamed(last, model, resumed)
     yield from _untrained([file for file in last if file.step], model)
@@ -246,18 +246,24 @@ def _kind_of_values(file: _File, model: _Model) -> str | None:
     return OTHER
 
 
-def _partial(events: Sequence[RankEvent], weights: int, job: JobConfig) -> Iterator[Failure]:
+def _partial(events: Sequence[RankEvent], weights: int, model: _Model, job: JobConfig) -> Iterator[Failure]:
     """Folders with fewer weights than the model that was saved, and empty adapters."""
     saves = {event.content["path"]: event.content for event in events if event.kind == "saved"}
+    written = {event.content["path"] for event in events if event.kind == "saved" and event.content["files"]}
     for path, content in saves.items():
         call, folder = content["call"], Path(path)
-        if call in FOLDERS and (flaw := _flaw(folder, weights if content["weights"] is None else content["weights"])):
+        may_be_nothing = call == "Trainer.save_model" and job.is_fsdp and not job.full_state_dict
+        flaw = _flaw(folder, weights if content["weights"] is None else content["weights"]) if call in FOLDERS else ""
+        if may_be_nothing and path not in written and not folder.exists():
+            flaw = "without weights"
+        if flaw:
             key, fix = SCRIPT, SAVE
             is_checkpointed = job.is_fsdp and job.on("fsdp_activation_checkpointing")
-            is_adapter = (folder / file_names.ADAPTER_CONFIG).is_file()
+            is_adapter = any(name.startswith(tensor_names.PEFT_PREFIX) for name in model.names)
+            is_adapter |= (folder / file_names.ADAPTER_CONFIG).is_file()
             if is_adapter and (is_checkpointed or job.engine is Engine.FSDP1):
                 key, fix = "fsdp_activation_checkpointing" if is_checkpointed else "fsdp_version", SAVE_OF_ADAPTER
-            elif call == "Trainer.save_model" and job.is_fsdp and not job.full_state_dict:
+            elif may_be_nothing:
                 key, fix = "fsdp_state_dict_type", SAVE_OF_TRAINER
             yield Failure(f"{call} left {folder} {flaw}", key, fix, content["line"])
 

@@ -1,8 +1,10 @@
 """What a script saved is judged by what the ranks reported of it; what can't be judged passes."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from rehearsals import FSDP1, FSDP2
 
 from accel_fsdp.config import JobConfig
 from accel_fsdp.ranks import RankEvent
@@ -99,3 +101,22 @@ def test_values() -> None:
     assert not reported(first | {"step": 0})
     assert not reported(now)
     assert not reported(mean)
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "weight", "key"),
+    [
+        (FSDP2, "a.weight", "fsdp_state_dict_type"),
+        (FSDP1, "a.weight", "fsdp_state_dict_type"),
+        (FSDP1, "base_model.model.a.lora_A.weight", "fsdp_version"),
+        (FSDP2 | {"fsdp_state_dict_type": "FULL_STATE_DICT"}, "a.weight", ""),  # a folder that was deleted
+    ],
+)
+def test_a_trainer_that_saves_nothing(fsdp: dict[str, Any], weight: str, key: str, tmp_path: Path) -> None:
+    held = {"model": 0, "step": 0, "held": {}, "shapes": {}, "names": [weight]}
+    contents = {"began": {}, "weights": held, "saved": save(str(tmp_path / "final"), call="Trainer.save_model")}
+    events = [RankEvent(rank, 0.0, kind, content) for rank in (0, 1) for kind, content in contents.items()]
+    job = JobConfig({"distributed_type": "FSDP", "fsdp_config": fsdp})
+    assert [failure.key for failure in saved.failures(events, {}, job)] == ([key] if key else [])
+    written = RankEvent(0, 0.0, "saved", save(str(tmp_path / "final"), of_file(NOW), call="Trainer.save_model"))
+    assert not list(saved.failures([*events, written], {}, job))
