@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from accel_fsdp.config import JobConfig
 from accel_fsdp.job import Job
 from accel_fsdp.ranks import Holding, RankEvent, is_alone
-from accel_fsdp.rehearsal import absent, verdict, without_gpu
+from accel_fsdp.rehearsal import absent, verdict
 from accel_fsdp.rehearsal.job import CONSEQUENCE, Hang, Outcome, left_alone
 from accel_fsdp.rehearsal.scaled import machines_of
 
@@ -141,6 +141,15 @@ KNOWN = (
     ),
 )
 """Known problems that only a run shows."""
+WITHOUT_GPU = re.compile(
+    r"Torch not compiled with \w+ enabled|No CUDA GPUs are available|Found no NVIDIA driver|invalid device ordinal"
+    r"|Cannot access accelerator device when none is available|compiled without CUDA|requires CUDA support|CUDA error:"
+    r"|CUDA driver initialization failed|invalid argument to reset_|NVTX functions not installed|'_cuda_\w+'"
+    r"|not linked with support for cuda|dummy base class|Cannot get CUDA generator|object on a CUDA device|NCCL|nccl"
+)
+"""torch's errors without a GPU, in builds with and without CUDA."""
+SKIP = 'skip it where the weights are on a CPU: if next(model.parameters()).device.type == "cuda":'
+MORE_RANKS = "see why it ends there; if it counts GPUs, --processes N: it sees as many as ranks, and by default two"
 OF_PYTHON = re.compile(r"(AttributeError|TypeError|NameError|UnboundLocalError):")
 """Python's errors for slips in a script."""
 OWN_ERROR = re.compile(r"^error: (?P<what>.+)\n  why: (?P<why>.+)\n  fix: (?P<fix>.+)$", re.MULTILINE)
@@ -198,15 +207,16 @@ def of_no_training(outcome: Outcome) -> Failure:
     """Why a script ended without a model."""
     line = next((str(event.content["line"]) for event in outcome.ends if event.content["line"]), "")
     what = "the script ended itself before it trained a model" if line else "the script trained no model"
-    return Failure(what, key=SCRIPT, line=line, fix=without_gpu.why_ended(line), output=outcome.tail)
+    return Failure(what, key=SCRIPT, line=line, fix=line and MORE_RANKS, output=outcome.tail)
 
 
 def of_message(error: str, line: str, outcome: Outcome) -> Failure:
     """The failure for the error of the first rank, whose first line says what is wrong."""
     text = error or outcome.tail
     what = _first_words(error) if error else f"a rank ended with exit code {outcome.code}"
-    if fix := without_gpu.instead(error):
-        return Failure(without_gpu.ASKED, key=SCRIPT, fix=fix, line=line, output=outcome.tail)
+    if WITHOUT_GPU.search(error):
+        what = "the script asks for a GPU, and a rehearsal has none"
+        return Failure(what, key=SCRIPT, fix=SKIP, line=line, output=outcome.tail)
     for cause in KNOWN:
         if re.search(cause.message, text) and re.search(cause.at, outcome.output):
             return Failure(what, key=cause.key, fix=cause.fix, line=line, output=outcome.tail)
