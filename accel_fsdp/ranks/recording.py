@@ -221,7 +221,7 @@ class Recorder:
             why = why or "several models are trained"
         if any(hooks_of(model) != self.copies[number].hooks for number, model in models.items()):
             why = why or "hooks were added to the model after it was sharded"
-        self.places = [place for model in models.values() for place in self.places_of(model)]
+        self.places = [place for model in models.values() for place in parts.places(model)]
         trained = [place.name for place in self.places if place.parameter.requires_grad]
         if any(map(has_hooks, (place.parameter for place in self.places))):
             why = why or "weights have hooks"
@@ -237,9 +237,6 @@ class Recorder:
 
     def _live_models(self) -> "dict[int, nn.Module]":
         return {number: model for number, model_ref in self.prepared.items() if (model := model_ref()) is not None}
-
-    def places_of(self, model: "nn.Module") -> Iterable[Place]:
-        return parts.places(model)
 
     def _weights(self) -> Parts:
         return parts.parts(self.places, lambda parameter: parameter if parameter.is_floating_point() else None)

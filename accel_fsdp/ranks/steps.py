@@ -306,7 +306,6 @@ class ObservedSteps:
             kept=not self.steps and bool(self.first) and self.first == _sums_of_all(models),
             backward_line=self.backward_line,
             lines={word: lines.nearest(self.backward_line, word) for word in WORDS},
-            strange=len(self.covered - self.known),
             batches=batches,
             models=list(map(self._content, self.models)),
             schedules=self.schedules.content(self.optimizers),

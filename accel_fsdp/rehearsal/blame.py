@@ -64,16 +64,6 @@ KNOWN = (
         "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
     ),
     Cause(
-        "activation_checkpointing.* can't be set to True|both be set to True",
-        "fsdp_activation_checkpointing",
-        "one of fsdp_activation_checkpointing and --gradient_checkpointing",
-    ),
-    Cause(
-        r"Mesh should not be bigger than default world size|does not match num_processes",
-        "parallelism_config",
-        "sizes that multiply to num_processes",
-    ),
-    Cause(
         "different number of metadata|Recomputed values for the following tensors have different metadata",
         "--gradient_checkpointing",
         "layers that do the same when they run again: no dropout of their own, no state",

@@ -104,24 +104,21 @@ def _different_settings(records: Records) -> Content | None:
     (first, *others) = sorted(records.common_steps().items()) or [(0, [])]
     for number, step in enumerate(first[1]) if not _may_differ(records) else ():
         for rank, other in ((rank, steps[number]) for rank, steps in others if len(steps) > number):
-            if different := _first_different_setting(step["groups"], other["groups"]):
-                name, value, other_value = different
+            for name, *pair in _different_pairs(step["groups"], other["groups"]):
                 line = (number and name == "lr" and other["moved_at"]) or other["made_at"]
+                value, other_value = (", ".join(f"{number:g}" for number in numbers) for numbers in pair)
                 values = {"name": name, "value": value, "other": other_value, "first": first[0], "rank": rank}
                 fix = f"the same {name} on all ranks: neither it nor a schedule may depend on the rank or on its own "
                 return {"step": number + 1, "line": line, "fix": f"{fix}values, such as its loss", **values}
     return None
 
 
-def _first_different_setting(first_groups: Sequence[Any], other_groups: Sequence[Any]) -> tuple[str, str, str] | None:
-    """The first setting that differs in two ranks' groups of parameters: its name and both values."""
-    for group, other_group in zip(first_groups, other_groups, strict=False):
+def _different_pairs(groups: Sequence[Any], other_groups: Sequence[Any]) -> Iterator[tuple[str, Any, Any]]:
+    """The settings that differ in two ranks' groups of parameters: each with both values."""
+    for group, other_group in zip(groups, other_groups, strict=False):
         for name in group.keys() & other_group.keys():
-            pairs = list(zip(group[name], other_group[name], strict=False))
-            if not all(math.isclose(left, right) for left, right in pairs):
-                texts = [", ".join(f"{number:g}" for number in numbers) for numbers in (group[name], other_group[name])]
-                return name, texts[0], texts[1]
-    return None
+            if not all(map(math.isclose, group[name], other_group[name])):
+                yield name, group[name], other_group[name]
 
 
 def _kept_gradients(records: Records) -> Content | None:
@@ -178,13 +175,10 @@ def _in_no_optimizer(records: Records) -> Content | None:
     content = {"what": what, "line": next((s[0]["made_at"] for s in records.steps.values()), "")}
     if thawed:
         content["what"] += ", unfrozen later"
-        content["fix"] = "optimizer.add_param_group with the unfreezing; or all weights to the optimizer, which skips "
-        content["fix"] += "frozen ones"
-    if thawed and end["strange"]:
-        strange = counted(end["strange"], "weight")
-        content["what"] += f": {strange} that add_param_group added belong to no prepared model"
-        content["fix"] = "add_param_group with the prepared model's parameters, not those from before prepare"
-        content["line"] = end["lines"]["add_param_group"]
+        content["fix"] = "optimizer.add_param_group with the prepared model's parameters, not those from before "
+        content["fix"] += "prepare; or all weights to the optimizer, which skips frozen ones"
+        if (added_at := end["lines"]["add_param_group"]) != end["backward_line"]:
+            content["line"] = added_at
     return content
 
 
@@ -196,15 +190,6 @@ def _evaluates_on_one_rank(records: Records) -> Content | None:
             rank, other = (next(rank for rank, mode in modes.items() if mode is wanted) for wanted in (True, False))
             line = records.ends[rank]["lines"][".eval()"] if rank in records.ends else steps[0]["line"]
             return {"rank": rank, "other": other, "line": line}
-    return None
-
-
-def _evaluates_on(records: Records) -> Content | None:
-    """A model that trained in training mode, and is in evaluation mode in the last steps."""
-    for rank, steps in records.steps.items():
-        since = next((n for n in range(len(steps), 0, -1) if not steps[n - 1]["evaluating"]), len(steps)) + 1
-        if since < len(steps) and rank in records.ends:
-            return {"since": since, "steps": len(steps), "line": records.ends[rank]["lines"][".eval()"]}
     return None
 
 
@@ -277,11 +262,6 @@ JUDGES: tuple[Callable[[Records], Iterator[Failure]], ...] = (
         _in_no_optimizer,
         "no optimizer has {what}",
         "give them to the optimizer, as AdamW(model.parameters()) does; or requires_grad_(False) for them",
-    ),
-    Judge(
-        _evaluates_on,
-        "steps {since} to {steps} train in evaluation mode, without dropout, and those before in training mode",
-        "model.train() after each evaluation",
     ),
     Judge(copies.parting, "{what}: {end}", "change weights on all ranks in the same way"),
 )

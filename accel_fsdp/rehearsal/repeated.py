@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from accel_fsdp.ranks import RankEvent
 from accel_fsdp.rehearsal.blame import Failure, mistake
-from accel_fsdp.units import counted, first_few
+from accel_fsdp.units import counted
 
 UNCOMPARED = "not repeated in one process: "
 """What `summary` says before the reason why nothing was compared."""
@@ -61,10 +61,6 @@ def summary(events: Sequence[RankEvent]) -> str:
         notes += "; the learning rate is 0 in them, so that no weight moves"
     if any(update["changed"] for update in updates):
         notes += "; not repeated: what the script changes in them before the step"
-    models = (model for event in events if event.kind == "trained" for model in event.content["models"])
-    left: list[str] = next((model["left"] for model in models if model["left"]), [])
-    if left:
-        notes += f"; no optimizer has {first_few(left, 1)}, which have gradients"
     steps = f"the first {len(updates)} steps" if len(updates) > 1 else "the first step"
     return f"; {compared} {steps} are those of one process (apart by {difference:.0e}){notes}"
 

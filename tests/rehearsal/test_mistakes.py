@@ -45,7 +45,7 @@ def step(rank: int = 0, **values: Any) -> RankEvent:
 def trained(rank: int = 0, **values: Any) -> RankEvent:
     """The record of a rank's end."""
     content = {"optimizers": 1, "backwards": 2, "steps": 2, "common_steps": 2, "kept": False}
-    content |= {"strange": 0, "models": [], "schedules": [], "batches": [0, 0]}
+    content |= {"models": [], "schedules": [], "batches": [0, 0]}
     lines = dict.fromkeys(("nan_to_num", ".eval()", "requires_grad", "add_param_group"), "")
     return told(rank, "trained", **content | {"backward_line": "", "lines": lines} | values)
 
@@ -128,14 +128,11 @@ def test_gradients_may_be_0_where_a_batch_has_no_labels() -> None:
     assert not mistakes_of(*(step(rank, gradients=float(rank)) for _ in range(4) for rank in (0, 1)))
 
 
-def test_evaluation_mode_may_be_another_models() -> None:
-    def is_reported(*modes: bool) -> list[str]:
-        return mistakes_of(*(step(rank, evaluating=mode) for mode in modes for rank in (0, 1)))
-
-    assert is_reported(False, True, True) == [
-        "steps 2 to 3 train in evaluation mode, without dropout, and those before in training mode"
+def test_evaluation_mode_may_be_meant_where_all_ranks_have_it() -> None:
+    assert mistakes_of(step(0, evaluating=True), step(1)) == [
+        "rank 0 trains in evaluation mode, without dropout, and rank 1 in training mode"
     ]
-    assert not is_reported(False, True, False, True)  # as in a GAN
+    assert not mistakes_of(*(step(rank, evaluating=mode) for mode in (False, True, True) for rank in (0, 1)))
 
 
 Clears = Callable[[list[torch.optim.Optimizer], list[torch.nn.Module]], object]
