@@ -21,16 +21,13 @@ RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "accumulates,own loss,groups,clips,buffers": (FSDP2 | {"fsdp_cpu_ram_efficient_loading": False}, {}),
     "accumulates by hand,frozen weights,momentum,evaluates,average": (FSDP1, {}),
     "logs a gradient,rate in a tensor": (FSDP2, {}),
-    "dropout,two passes,weights clamped,clips values,reference": ({}, {}),
-    "gradual unfreezing,loss and logits,clips each micro-batch,summed loss": (
-        FSDP1 | {"fsdp_sharding_strategy": "SHARD_GRAD_OP"},
-        {},
-    ),
-    "adapter,gradient checkpointing,warmup": (FSDP2, BF16),
+    "dropout,two passes,weights clamped": ({}, {}),
+    "loss and logits,clips each micro-batch,summed loss": (FSDP1 | {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}, {}),
+    "adapter,gradient checkpointing": (FSDP2, BF16),
     "probes gradients,momentum,slow rank,gathers padded,generates": (FSDP2, {}),
     "trains the head alone,compares weights,skips a mean": ({}, {}),
     "compiled": ({}, {}),
-    "tokens of all ranks,sums gradients": (FSDP2, {}),
+    "sums gradients": (FSDP2, {}),
 }
 
 

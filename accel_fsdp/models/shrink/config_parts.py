@@ -58,10 +58,8 @@ class Part:
     @property
     def head_width(self) -> int:
         """The width of a head: as configured, else its share of the layers' width."""
-        widths = [
-            self.real[key] for key in ("head_dim", "v_head_dim", "d_kv", "kv_channels", "d_head") if self._has(key)
-        ]
-        return max(widths) if widths else self.hidden // self.heads if self.heads else 0
+        widths = [self.real.get(key) or 0 for key in ("head_dim", "v_head_dim", "d_kv", "kv_channels", "d_head")]
+        return max(widths) or (self.hidden // self.heads if self.heads else 0)
 
     @property
     def fills_width(self) -> bool:
@@ -73,9 +71,6 @@ class Part:
         """Experts of a layer, the most if layers differ; 0 without any."""
         counts = [count for key, value in self.real.items() if EXPERT_COUNTS.search(key) for count in as_list(value)]
         return max((count for count in counts if type(count) is int), default=0)
-
-    def _has(self, key: str) -> bool:
-        return type(self.real.get(key)) is int and self.real[key] > 0
 
 
 def as_list(value: Any) -> list[Any]:

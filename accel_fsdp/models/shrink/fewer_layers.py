@@ -38,7 +38,7 @@ def take(part: Part, model: "nn.Module") -> None:
 def _kept_layers(part: Part, model: "nn.Module", depth: int) -> list[int]:
     """The kept layers: one of each kind, and the first ones up to `FEWEST`."""
     kinds = kinds_of(model, depth)
-    layer_numbers = set(first_of_each(kinds))
+    layer_numbers = {kinds.index(kind) for kind in kinds}
     if kinds and not _lists_kinds(part, depth):  # a period such as every second layer counts from the first
         layer_numbers = set(range(max(layer_numbers) + 1))
     layer_numbers |= {numbers[0] for _, numbers in _numbers_of_layers(part, depth)}
@@ -108,10 +108,6 @@ def all_kinds(model: "nn.Module") -> set[Hashable]:
 
     lists = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
     return {(NUMBER.sub("N", name), _kind(layer)) for name, stack in lists for layer in stack}
-
-
-def first_of_each(kinds: Sequence[Hashable]) -> list[int]:
-    return sorted({kind: number for number, kind in reversed(list(enumerate(kinds)))}.values())
 
 
 def _kind(layer: "nn.Module") -> Hashable:
