@@ -366,11 +366,9 @@ class Recorder:
         return [place for place in self.places if place.name in trained]
 
     def _record_clipping(self, parameters: Any, max_norm: Any, norm_type: Any = 2.0, *_: Any, **__: Any) -> None:
-        update, line = self.update, script.line_of_stack(sys._getframe(2))
-        if update is None or update.steps:  # before the first forward pass of the next step
-            self.clips.append(Clip(float(max_norm), float(norm_type), 0, line))
-        else:
-            update.clips.append(Clip(float(max_norm), float(norm_type), update.backwards, line))
+        update = self.update if self.update and not self.update.steps else None  # after its step it is the next one's
+        passes, clips = (update.backwards, update.clips) if update else (0, self.clips)
+        clips.append(Clip(float(max_norm), float(norm_type), passes, script.line_of_stack(sys._getframe(2))))
 
     def _close(self) -> None:
         """Writes an update that has ended with a step."""
