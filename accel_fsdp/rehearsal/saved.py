@@ -263,6 +263,7 @@ def _partial(events: Sequence[RankEvent], weights: int, model: _Model, job: JobC
             is_adapter |= (folder / file_names.ADAPTER_CONFIG).is_file()
             if is_adapter and (is_checkpointed or job.engine is Engine.FSDP1):
                 key, fix = "fsdp_activation_checkpointing" if is_checkpointed else "fsdp_version", SAVE_OF_ADAPTER
+                fix = f"fsdp_state_dict_type: FULL_STATE_DICT, and {fix}" if may_be_nothing else fix
             elif may_be_nothing:
                 key, fix = "fsdp_state_dict_type", SAVE_OF_TRAINER
             yield Failure(f"{call} left {folder} {flaw}", key, fix, content["line"])
