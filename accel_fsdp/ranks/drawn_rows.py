@@ -41,7 +41,6 @@ class _Pass:
     aren't recorded, as of a stream.
     """
 
-    loader: list["_Pass"]
     indices: int
     facts: dict[str, Any]
     places: list[list[int]] = field(default_factory=list)
@@ -92,11 +91,6 @@ class ObservedRows:
             self.trained.trained = self.last.given
 
     @property
-    def epoch(self) -> list[int] | None:
-        """Names the loader that gave the last batch, and the pass over it."""
-        return [id(self.last.loader), id(self.last)] if self.last else None
-
-    @property
     def batches(self) -> tuple[int, int]:
         """The batches of an epoch of training, of all ranks and of this one; 0 if the script left the last one."""
         return self.trained.facts["batches"] if self.trained and self.trained.is_over else (0, 0)
@@ -141,7 +135,7 @@ class ObservedRows:
         if not passes:
             self.all.append(passes)
         passes[:] = [earlier for earlier in passes if earlier.trained]
-        passes.append(_Pass(passes, id(iterator._sampler_iter), facts, is_left_out=len(passes) >= MOST_EPOCHS))
+        passes.append(_Pass(id(iterator._sampler_iter), facts, is_left_out=len(passes) >= MOST_EPOCHS))
         return passes[-1]
 
     def _on_batch(self, iterator: Any, batch: Any) -> None:

@@ -72,7 +72,7 @@ def install() -> None:
         return
     _answer_for(torch.cuda, {"get_device_capability": (8, 0)})
     _answer_for(torch.accelerator, {"current_accelerator": torch.device("cuda")})
-    torch.cuda.Stream, torch.cuda.Event = _Stream, _Event  # type: ignore[misc, assignment]
+    torch.cuda.Stream, torch.cuda.Event = Stream, Event  # type: ignore[misc, assignment]
     torch.cuda.device.__enter__ = torch.cuda.device.__exit__ = _do_nothing  # type: ignore[method-assign]
     torch.accelerator.device_index.__enter__ = _do_nothing  # type: ignore[method-assign]
     torch.accelerator.device_index.__exit__ = _do_nothing  # type: ignore[method-assign]
@@ -144,7 +144,7 @@ def _answer_for(module: Any, of_module: dict[str, Any]) -> None:
         **dict.fromkeys(("current_device", "current_device_index", "current_device_idx"), launch.local_rank),
         **dict.fromkeys(("mem_get_info", "get_memory_info"), (memory.available, memory.total)),
         **dict.fromkeys(("memory_summary", "list_gpu_processes"), ""),
-        **dict.fromkeys(("current_stream", "default_stream"), _Stream),
+        **dict.fromkeys(("current_stream", "default_stream"), Stream),
         "device_count": launch.local_world_size,
         "nccl.version": (2, 27, 0),
         "get_device_properties": SimpleNamespace(**properties, multi_processor_count=os.cpu_count()),
@@ -174,47 +174,36 @@ def _do_nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-class _Stream:
-    """A stream of a CPU: earlier calls have finished, so there is nothing to wait for."""
+class _Finished:
+    """What streams and events have in common on a CPU: earlier calls have ended, so there is nothing to wait for."""
 
-    cuda_stream, priority = 0, 0
+    cuda_stream, priority, seconds = 0, 0, 0.0
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        _report_use("torch.cuda.Stream")
+        _report_use(f"torch.cuda.{type(self).__name__}")
 
-    def __enter__(self) -> "_Stream":
+    def __enter__(self) -> "_Finished":
         return self
 
-    __exit__ = synchronize = wait_event = wait_stream = _do_nothing
+    __exit__ = synchronize = wait = wait_event = wait_stream = _do_nothing
 
     def query(self) -> bool:
         return True
-
-    def record_event(self, event: "_Event | None" = None) -> "_Event":
-        event = event or _Event()
-        event.record()
-        return event
-
-
-class _Event:
-    """An event with the CPU's time."""
-
-    seconds = 0.0
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        _report_use("torch.cuda.Event")
-
-    synchronize = wait = _do_nothing
 
     def record(self, stream: Any = None) -> None:
         self.seconds = time.perf_counter()
 
-    def query(self) -> bool:
-        return True
+    def record_event(self, event: "_Finished | None" = None) -> "_Finished":
+        event = event or Event()
+        event.record()
+        return event
 
-    def elapsed_time(self, end: "_Event") -> float:
+    def elapsed_time(self, end: "_Finished") -> float:
         """Milliseconds, as on GPUs."""
         return (end.seconds - self.seconds) * 1e3
+
+
+Stream, Event = type("Stream", (_Finished,), {}), type("Event", (_Finished,), {})
 
 
 def _on_cpu(generator: Any) -> Any:

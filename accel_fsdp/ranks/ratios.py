@@ -43,13 +43,6 @@ def factor(reduced: Mapping[str, Any], used: Mapping[str, Any]) -> float | None:
     return common if size and residual <= EXACT * size else None
 
 
-def share_changed(reduced: Mapping[str, Any], used: Mapping[str, Any]) -> float | None:
-    """The share of a rank's elements whose gradients changed between backward and step; None if it holds none."""
-    changes = [(used[name][1] != part).flatten() for name, (_, part) in reduced.items() if name in used]
-    elements = sum(change.numel() for change in changes)
-    return sum(int(change.sum()) for change in changes) / elements if elements else None
-
-
 def differing_copies(updates: Sequence[Mapping[str, Any]], kind: str) -> dict[str, Any] | None:
     """The first weight of which two ranks hold different copies, as under DDP and in replicas."""
     for name in updates[0]["trained"]:

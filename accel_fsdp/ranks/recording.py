@@ -221,7 +221,7 @@ class Recorder:
             why = why or "several models are trained"
         if any(hooks_of(model) != self.copies[number].hooks for number, model in models.items()):
             why = why or "hooks were added to the model after it was sharded"
-        self.places = [place for model in models.values() for place in self.places_of(model)]
+        self.places = [place for model in models.values() for place in parts.places(model)]
         trained = [place.name for place in self.places if place.parameter.requires_grad]
         if any(map(has_hooks, (place.parameter for place in self.places))):
             why = why or "weights have hooks"
@@ -237,9 +237,6 @@ class Recorder:
 
     def _live_models(self) -> "dict[int, nn.Module]":
         return {number: model for number, model_ref in self.prepared.items() if (model := model_ref()) is not None}
-
-    def places_of(self, model: "nn.Module") -> Iterable[Place]:
-        return parts.places(model)
 
     def _weights(self) -> Parts:
         return parts.parts(self.places, lambda parameter: parameter if parameter.is_floating_point() else None)
@@ -369,11 +366,9 @@ class Recorder:
         return [place for place in self.places if place.name in trained]
 
     def _record_clipping(self, parameters: Any, max_norm: Any, norm_type: Any = 2.0, *_: Any, **__: Any) -> None:
-        update, line = self.update, script.line_of_stack(sys._getframe(2))
-        if update is None or update.steps:  # before the first forward pass of the next step
-            self.clips.append(Clip(float(max_norm), float(norm_type), 0, line))
-        else:
-            update.clips.append(Clip(float(max_norm), float(norm_type), update.backwards, line))
+        update = self.update if self.update and not self.update.steps else None  # after its step it is the next one's
+        passes, clips = (update.backwards, update.clips) if update else (0, self.clips)
+        clips.append(Clip(float(max_norm), float(norm_type), passes, script.line_of_stack(sys._getframe(2))))
 
     def _close(self) -> None:
         """Writes an update that has ended with a step."""

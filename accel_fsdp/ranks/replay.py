@@ -15,7 +15,7 @@ from accel_fsdp.ranks.alone import Tensors, Unrepeatable, alone, stepped
 from accel_fsdp.ranks.copies import restore_buffers
 from accel_fsdp.ranks.holding import user_name
 from accel_fsdp.ranks.outputs import tensors_in
-from accel_fsdp.ranks.ratios import EXACT, differing_copies, factor, is_changed, norm, ratio, share_changed
+from accel_fsdp.ranks.ratios import EXACT, differing_copies, factor, is_changed, norm, ratio
 from accel_fsdp.ranks.recording import KNOWN_OPTIMIZERS, Recorder
 from accel_fsdp.ranks.records import united
 from accel_fsdp.waiting import comes_true
@@ -30,12 +30,8 @@ WAIT_SECONDS = 10.0
 ROUNDED = 0.35
 """As `EXACT`, of gradients in 16 bits, where FSDP also rounds what autocast leaves in float32: 1e-2 was measured for
 most models, 0.08 for mixtures of experts, 0.11 for biases of GPT-2. A factor of 2 or 1/2 gives 1 or 0.5."""
-ROUNDED_RATIO = 2e-3
-"""How far from 1 the ratio of all gradients may be in 16 bits, where rounding cancels out. 1e-3 was measured."""
 ROUNDED_OUTPUTS = 0.1
 """How far apart the outputs of a forward pass may be in 16 bits; more comes from unrecorded state."""
-MOSTLY = 0.9
-"""The share of a weight's elements that change where a script changes all of it: zeros may stay."""
 FLOOR = 1e-2
 """Gradients that are smaller than this part of the largest one are compared with that part of it: they may be noise."""
 
@@ -67,7 +63,7 @@ def _compare(recorder: Recorder, number: int, updates: Sequence[dict[str, Any]])
         _Repeated(recorder, number, updates).compare()
     except Unrepeatable:
         if content := differing_copies(updates, "reduced"):
-            events.report("otherwise", what="copies", line=updates[0]["line"], of="gradient", **content)
+            events.report("otherwise", what="other gradients", line=updates[0]["line"], **content)
         raise
 
 
@@ -121,8 +117,12 @@ class _Repeated:
             self._report("unscaled", self.first["line"])
         covered = set(self._stepped_names)
         reduced, used = self._whole_tensors("reduced"), self._whole_tensors("used")
-        self._compare_copies("weights", "beginning")
-        self._compare_copies("reduced", "gradient")
+        if content := differing_copies(self.updates, "weights"):
+            self._report("other weights", self._step_line if self.number else self.wrapped_at, **content)
+        if content := differing_copies(self.updates, "reduced"):
+            is_ignored = content["name"] in self.first["unsharded"]
+            line = self.wrapped_at if is_ignored else self.first["unsynced"] or self.first["line"]
+            self._report("ignored" if is_ignored else "other gradients", line, **content)
         if hidden := next((name for name in used if not _finite(reduced.get(name)) and _finite(used[name])), ""):
             self._report("hidden", self._step_line, name=hidden)
             return
@@ -235,7 +235,7 @@ class _Repeated:
         return torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None)
 
     def _compare_gradients(self, reduced: Tensors, plain: Tensors) -> float:
-        """The largest relative difference of a gradient; if too large, it or the ratio of all gradients is reported."""
+        """The largest relative difference of a gradient, which is reported if it is too large."""
         if not plain:
             raise Unrepeatable("no gradient came back to the model's outputs")
         largest = max(norm(gradient) for gradient in plain.values())
@@ -248,9 +248,6 @@ class _Repeated:
             )
             if deviation > worst or math.isnan(deviation):
                 worst, worst_name = deviation, name
-        of_all = ratio(reduced, plain)
-        if worst <= tolerance and not self.exact and abs(of_all - 1) > max(ROUNDED_RATIO, self._rounding(plain)):
-            self._report("all-gradients", self.first["line"], ratio=of_all)
         if not worst <= tolerance:
             on_ranks = reduced.get(worst_name)
             own_ratio = 0.0 if on_ranks is None else ratio({worst_name: on_ranks}, {worst_name: plain[worst_name]})
@@ -261,16 +258,11 @@ class _Repeated:
                 name=worst_name,
                 apart=worst,
                 ratio=own_ratio,
-                all=of_all,
+                all=ratio(reduced, plain),
                 ranks=len(self.with_rows),
                 accumulation=len(self.first["forwards"]),
             )
         return worst
-
-    def _rounding(self, plain: Tensors) -> float:
-        """How far rounding to 16 bits moves all gradients of these rows in one process: far where the loss is small."""
-        self.precision = self.cast = "no"
-        return abs(ratio(self._gradients(), plain) - 1)
 
     def _compare_clipping(self, reduced: Tensors, used: Tensors) -> None:
         """Compares the factor between reduced and used gradients on all ranks, and with the requested norm."""
@@ -280,12 +272,6 @@ class _Repeated:
             return
         factors = {rank: factor(update["reduced"], update["used"]) for rank, update in enumerate(self.updates)}
         known = {rank: value for rank, value in factors.items() if value is not None}
-        shares = enumerate(share_changed(update["reduced"], update["used"]) for update in self.updates)
-        changed = {rank: share for rank, share in shares if share is not None}
-        if changed and max(changed.values()) > MOSTLY and min(changed.values()) == 0:
-            ranks = [choose(changed, key=changed.__getitem__) for choose in (max, min)]
-            self._report("changed-apart", self._step_line, ranks=ranks)
-            return
         if not known:
             return
         if len(clips) != 1 or used.keys() != reduced.keys():
@@ -298,9 +284,7 @@ class _Repeated:
         is_summed = len(factors) > 1 and math.isclose(known[lowest], len(factors), rel_tol=EXACT)
         if is_summed and not clips:
             self._report("summed-again", self._step_line, ranks=len(factors))
-        if not clips or len(known) < len(factors):
-            return
-        if clips[-1]["norm"] != 2:
+        if not clips or len(known) < len(factors) or clips[-1]["norm"] != 2:
             return
         total = math.sqrt(sum(norm(gradient) ** 2 for gradient in reduced.values()))
         expected = min(1.0, clips[-1]["most"] / (total + 1e-6))
@@ -310,16 +294,6 @@ class _Repeated:
     def _compare_losses(self) -> None:
         if content := loss_shares.misdivided(self.first, len(self.with_rows)):
             self._report(line=self.first["line"], **content)
-
-    def _compare_copies(self, kind: str, what: str) -> None:
-        content = differing_copies(self.updates, kind)
-        if content and kind == "reduced":
-            is_whole = content["name"] in self.first["unsharded"]
-            line = self.wrapped_at if is_whole else self.first["unsynced"] or self.first["line"]
-            self._report("ignored" if is_whole else "copies", line, of=what, **content)
-        elif content:
-            line = self._step_line if self.number else self.wrapped_at
-            self._report("copies", line, of=what, **content)
 
     def _compare_steps(self, before: Tensors, used: Tensors, after: Tensors) -> str:
         """Repeats each optimizer's step with the gradients that it used; returns why it can't, or an empty text."""

@@ -6,7 +6,7 @@ It computes sums on each rank, without communication, so it can't hang a script.
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +27,6 @@ WORDS = ("nan_to_num", ".eval()", "requires_grad", "add_param_group")
 SETTINGS = ("lr", "weight_decay", "betas", "momentum")
 """The settings with which an optimizer updates a group of parameters; they must be equal on all ranks."""
 WEIGHTS = Observation("weights around each step", *parts.RELIES_ON)
-MOST_PASSES = 256
-"""The newest backward passes that are reported, of a script that never clears gradients."""
 Sums = tuple[float, float]
 """The sum and the norm. Rounding hardly changes them; other random values change the sum by about the norm."""
 
@@ -58,22 +56,22 @@ def is_sharded(parameter: Any) -> bool:
 
 @dataclass
 class _Optimizer:
-    """`passes`: the number and the epoch of each backward pass whose gradients it still has.
+    """`oldest`: the number of the first backward pass whose gradients it still has; 0 if they were cleared.
 
     `tracked` is a weight of it that has a gradient, and `noted` that gradient's sums after the last pass or step.
     """
 
     number: int
     made_at: str = ""
-    passes: list[tuple[int, Any]] = field(default_factory=list)
+    oldest: int = 0
     tracked: Any = None
     noted: Sums = (0.0, 0.0)
 
     def before_backward(self) -> None:
-        """Forgets passes whose gradients were cleared or changed; zeros and None count as cleared."""
+        """Notes whether gradients were cleared or changed since; zeros and None count as cleared."""
         now = sums(getattr(self.tracked, "grad", None))
         if now != self.noted or not now[1]:
-            self.passes = []
+            self.oldest = 0
 
     def note(self, optimizer: Any) -> None:
         self.noted = sums(getattr(self.tracked, "grad", None))
@@ -107,11 +105,10 @@ class _Model:
 class ObservedSteps:
     """Reports a `step` before each step of an optimizer, and `trained` at the end of the script.
 
-    `epoch` names the pass over a loader that gave the last batch. Lines are those of the script's latest calls.
+    Lines are those of the script's latest calls.
     """
 
-    def __init__(self, epoch: Callable[[], Any]) -> None:
-        self.epoch = epoch
+    def __init__(self) -> None:
         self.schedules = ObservedSchedules()
         self.optimizers: weakref.WeakKeyDictionary[Any, _Optimizer] = weakref.WeakKeyDictionary()
         self.models: list[_Model] = []
@@ -194,7 +191,7 @@ class ObservedSteps:
         self.backwards += 1
         self.is_due = True
         for optimizer, known in self.optimizers.items():
-            known.passes.append((self.backwards, self.epoch()))
+            known.oldest = known.oldest or self.backwards
             known.note(optimizer)
 
     def before_step(self, optimizer: Any) -> None:
@@ -224,7 +221,7 @@ class ObservedSteps:
             line=script.line_of_stack(sys._getframe(2)),
             made_at=known.made_at,
             backwards=self.backwards,
-            passes=known.passes[-MOST_PASSES:],
+            oldest=known.oldest,
             groups=[_settings(group) for group in optimizer.param_groups],
             evaluating=any(map(_is_evaluating, own)),
             loaded_at=self.loaded_at,
@@ -271,7 +268,6 @@ class ObservedSteps:
             kept=not self.steps and bool(self.first) and self.first == _sums_of_all(models),
             backward_line=self.backward_line,
             lines={word: lines.nearest(self.backward_line, word) for word in WORDS},
-            strange=len(self.covered - self.known),
             batches=batches,
             models=list(map(self._content, self.models)),
             schedules=self.schedules.content(self.optimizers),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from accel_fsdp.config import JobConfig
 from accel_fsdp.job import Job
 from accel_fsdp.ranks import Holding, RankEvent, is_alone
-from accel_fsdp.rehearsal import absent, verdict, without_gpu
+from accel_fsdp.rehearsal import absent, verdict
 from accel_fsdp.rehearsal.job import CONSEQUENCE, Hang, Outcome, left_alone
 from accel_fsdp.rehearsal.scaled import machines_of
 
@@ -64,16 +64,6 @@ KNOWN = (
         "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
     ),
     Cause(
-        "activation_checkpointing.* can't be set to True|both be set to True",
-        "fsdp_activation_checkpointing",
-        "one of fsdp_activation_checkpointing and --gradient_checkpointing",
-    ),
-    Cause(
-        r"Mesh should not be bigger than default world size|does not match num_processes",
-        "parallelism_config",
-        "sizes that multiply to num_processes",
-    ),
-    Cause(
         "different number of metadata|Recomputed values for the following tensors have different metadata",
         "--gradient_checkpointing",
         "layers that do the same when they run again: no dropout of their own, no state",
@@ -102,7 +92,8 @@ KNOWN = (
         r"got mixed torch.Tensor and DTensor|'weight' must be 2-D|size mismatch, got input"
         r"|must be at least 1-dimensional|Expected weight to be 2-D|weight should have at least",
         SCRIPT,
-        "call the whole model: a part of it, or generate, sees shards, as FSDP gathers in the hooks of its units",
+        "call the whole model: a part of it, or generate, sees shards, as FSDP gathers in the hooks of its units. Or "
+        "two units share a weight: leave embedding and head in one",
     ),
     Cause(
         r"The size of tensor a \(\d+\) must match the size of tensor b",
@@ -121,6 +112,11 @@ KNOWN = (
         "mixed_precision",
         "mixed_precision: bf16 in a rehearsal, as fp16 scales losses on GPUs alone",
     ),
+    Cause(
+        r"'(DistributedDataParallel|FullyShardedDataParallel|DeepSpeedEngine)' object has no attribute",
+        SCRIPT,
+        "the model inside of the wrapper may have it: accelerator.unwrap_model(model)",
+    ),
     Cause("--tf32 requires", "--tf32", "leave out --tf32 in a rehearsal: it chooses kernels of GPUs"),
     Cause(
         r"Flash ?Attention ?[234]",
@@ -135,6 +131,15 @@ KNOWN = (
     ),
 )
 """Known problems that only a run shows."""
+WITHOUT_GPU = re.compile(
+    r"Torch not compiled with \w+ enabled|No CUDA GPUs are available|Found no NVIDIA driver|invalid device ordinal"
+    r"|Cannot access accelerator device when none is available|compiled without CUDA|requires CUDA support|CUDA error:"
+    r"|CUDA driver initialization failed|invalid argument to reset_|NVTX functions not installed|'_cuda_\w+'"
+    r"|not linked with support for cuda|dummy base class|Cannot get CUDA generator|object on a CUDA device|NCCL|nccl"
+)
+"""torch's errors without a GPU, in builds with and without CUDA."""
+SKIP = 'skip it where the weights are on a CPU: if next(model.parameters()).device.type == "cuda":'
+MORE_RANKS = "see why it ends there; if it counts GPUs, --processes N: it sees as many as ranks, and by default two"
 OF_PYTHON = re.compile(r"(AttributeError|TypeError|NameError|UnboundLocalError):")
 """Python's errors for slips in a script."""
 OWN_ERROR = re.compile(r"^error: (?P<what>.+)\n  why: (?P<why>.+)\n  fix: (?P<fix>.+)$", re.MULTILINE)
@@ -192,20 +197,21 @@ def of_no_training(outcome: Outcome) -> Failure:
     """Why a script ended without a model."""
     line = next((str(event.content["line"]) for event in outcome.ends if event.content["line"]), "")
     what = "the script ended itself before it trained a model" if line else "the script trained no model"
-    return Failure(what, key=SCRIPT, line=line, fix=without_gpu.why_ended(line), output=outcome.tail)
+    return Failure(what, key=SCRIPT, line=line, fix=line and MORE_RANKS, output=outcome.tail)
 
 
 def of_message(error: str, line: str, outcome: Outcome) -> Failure:
     """The failure for the error of the first rank, whose first line says what is wrong."""
     text = error or outcome.tail
     what = _first_words(error) if error else f"a rank ended with exit code {outcome.code}"
-    if fix := without_gpu.instead(error):
-        return Failure(without_gpu.ASKED, key=SCRIPT, fix=fix, line=line, output=outcome.tail)
+    if WITHOUT_GPU.search(error):
+        what = "the script asks for a GPU, and a rehearsal has none"
+        return Failure(what, key=SCRIPT, fix=SKIP, line=line, output=outcome.tail)
     for cause in KNOWN:
         if re.search(cause.message, text) and re.search(cause.at, outcome.output):
             return Failure(what, key=cause.key, fix=cause.fix, line=line, output=outcome.tail)
     if line and OF_PYTHON.match(error):
-        return Failure(what, key=SCRIPT, line=line, fix=_unwrapping(outcome), output=outcome.tail)
+        return Failure(what, key=SCRIPT, line=line, output=outcome.tail)
     return Failure(what, line=line, output=outcome.tail)
 
 
@@ -213,12 +219,6 @@ def _first_words(error: str) -> str:
     """The first line of an error, with the next one if it ends with a colon."""
     first, *others = error.splitlines()
     return f"{first} {others[0].strip()}" if first.endswith(":") and others else first
-
-
-def _unwrapping(outcome: Outcome) -> str:
-    """The fix for an attribute that the wrapper lacks and its model has; empty if the model lacks it too."""
-    name = next((event.content["wrapped"] for event in outcome.failures if event.content["wrapped"]), "")
-    return f"the model inside of the wrapper has it: accelerator.unwrap_model(model).{name}" if name else ""
 
 
 def of_hang(hang: Hang, events: Sequence[RankEvent], tail: str = "") -> Failure:

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise, zip_longest
+from itertools import combinations, pairwise
 from typing import Any
 
 from accel_fsdp.config import Engine
-from accel_fsdp.ranks import Holding, RankEvent
+from accel_fsdp.ranks import RankEvent
 from accel_fsdp.rehearsal import copies, drawn_rows, repeated, schedules
 from accel_fsdp.rehearsal.blame import SCRIPT, Failure
 from accel_fsdp.rehearsal.records import Content, Records
@@ -61,48 +61,6 @@ def _optimizer_before_sharding(records: Records) -> Content | None:
     return {**step, "line": step["made_at"]} if step and is_known and step["strange"] else None
 
 
-def _different_units(records: Records) -> Content | None:
-    """FSDP gathers a unit from all ranks: ranks that run another unit meanwhile mix up the weights, or hang."""
-    orders = {
-        event.rank: list(zip(event.content["names"], event.content["lines"], strict=True))
-        for event in records.of("units")
-    }
-    first, *others = sorted(orders) or [0]
-    key = "fsdp_transformer_layer_cls_to_wrap" if records.first("prepared") else SCRIPT
-    for rank in others:
-        for (name, line), (other, other_line) in zip_longest(orders[first], orders[rank], fillvalue=("nothing", "")):
-            if name != other:
-                names = {"name": name or "the model", "other": other or "the model"}
-                return {**names, "first": first, "rank": rank, "key": key, "line": line or other_line}
-    return None
-
-
-def _separated_ties(records: Records) -> Content | None:
-    """FSDP1 gathers a shared weight with the first unit that has it; a module of another unit then sees a shard."""
-    event = next(records.of("prepared"), None)
-    if event and records.holdings[event.rank].engine.startswith(Engine.FSDP1.label):
-        for names in event.content["shared"]:
-            units = {name: _unit_of(name, records.holdings[event.rank]) for name in names}
-            if len(set(units.values())) > 1:
-                places = (f"{name} in the unit {unit or 'of the model'}" for name, unit in units.items())
-                return {"places": " and ".join(places), "line": ""}
-    return None
-
-
-def _unit_of(name: str, holding: Holding) -> str:
-    paths = (unit.name for unit in holding.units if not unit.name or name.startswith(f"{unit.name}."))
-    return max(paths, key=len, default="")
-
-
-def _forgotten_rng(records: Records) -> Content | None:
-    """Dropout draws another mask when a layer runs again, so the gradients belong to another forward pass."""
-    content = records.first("forgot-rng")
-    if content and content["by_wrapper"]:
-        fix = "fsdp_activation_checkpointing: false, and model.gradient_checkpointing_enable(), which keeps them; or "
-        return {"key": "fsdp_activation_checkpointing", "fix": f"{fix}no dropout", "line": content["line"]}
-    return content
-
-
 def _nothing_prepared(records: Records) -> Content | None:
     """A saved state contains only what was prepared before."""
     if content := records.first("state-of-nothing"):
@@ -132,10 +90,8 @@ def _may_differ(records: Records) -> bool:
 
 def _different_steps(records: Records) -> Content | None:
     """The ranks took different numbers of steps, so the shards of the model don't fit together."""
-    counts = _steps_until_now(records)
-    if records.all_ended:
-        counts = {rank: end["common_steps"] for rank, end in records.ends.items()}
-    if len(set(counts.values())) < 2 or (records.all_ended and _may_differ(records)):
+    counts = {rank: end["common_steps"] for rank, end in records.ends.items()} if records.all_ended else {}
+    if len(set(counts.values())) < 2 or _may_differ(records):
         return None
     high, low = (choose(counts, key=lambda rank: counts[rank]) for choose in (max, min))
     line = next((step["line"] for step in records.steps.get(high, ())), "")
@@ -143,42 +99,26 @@ def _different_steps(records: Records) -> Content | None:
     return {"high": high, "low": low, "line": line, **steps}
 
 
-def _steps_until_now(records: Records) -> dict[int, int]:
-    """Each rank's steps before its last backward pass, if all ran as many passes and one never stepped.
-
-    Such a script fails or hangs when it saves the optimizer, with an unrelated message.
-    """
-    steps: dict[int, list[int]] = {}
-    for event in records.of("loss"):
-        steps.setdefault(event.rank, []).append(event.content["step"] - 1)
-    counts = {rank: counts_of[-1] for rank, counts_of in steps.items()}
-    is_equal_count = len({len(counts_of) for counts_of in steps.values()}) == 1
-    return counts if is_equal_count and steps.keys() == records.began and not all(counts.values()) else {}
-
-
 def _different_settings(records: Records) -> Content | None:
     """Each rank updates its shards of a weight, or its copy, so the ranks need the same rates at the same step."""
     (first, *others) = sorted(records.common_steps().items()) or [(0, [])]
     for number, step in enumerate(first[1]) if not _may_differ(records) else ():
         for rank, other in ((rank, steps[number]) for rank, steps in others if len(steps) > number):
-            if different := _first_different_setting(step["groups"], other["groups"]):
-                name, value, other_value = different
+            for name, *pair in _different_pairs(step["groups"], other["groups"]):
                 line = (number and name == "lr" and other["moved_at"]) or other["made_at"]
+                value, other_value = (", ".join(f"{number:g}" for number in numbers) for numbers in pair)
                 values = {"name": name, "value": value, "other": other_value, "first": first[0], "rank": rank}
                 fix = f"the same {name} on all ranks: neither it nor a schedule may depend on the rank or on its own "
                 return {"step": number + 1, "line": line, "fix": f"{fix}values, such as its loss", **values}
     return None
 
 
-def _first_different_setting(first_groups: Sequence[Any], other_groups: Sequence[Any]) -> tuple[str, str, str] | None:
-    """The first setting that differs in two ranks' groups of parameters: its name and both values."""
-    for group, other_group in zip(first_groups, other_groups, strict=False):
+def _different_pairs(groups: Sequence[Any], other_groups: Sequence[Any]) -> Iterator[tuple[str, Any, Any]]:
+    """The settings that differ in two ranks' groups of parameters: each with both values."""
+    for group, other_group in zip(groups, other_groups, strict=False):
         for name in group.keys() & other_group.keys():
-            pairs = list(zip(group[name], other_group[name], strict=False))
-            if not all(math.isclose(left, right) for left, right in pairs):
-                texts = [", ".join(f"{number:g}" for number in numbers) for numbers in (group[name], other_group[name])]
-                return name, texts[0], texts[1]
-    return None
+            if not all(map(math.isclose, group[name], other_group[name])):
+                yield name, group[name], other_group[name]
 
 
 def _kept_gradients(records: Records) -> Content | None:
@@ -190,24 +130,9 @@ def _kept_gradients(records: Records) -> Content | None:
             steps = records.steps_of(optimizer, rank)
             numbered = enumerate(pairwise(steps), 2)
             pairs += [(number, *pair) for number, pair in numbered if pair[1]["backwards"] > pair[0]["backwards"]]
-        if pairs and all(step["passes"] and step["passes"][0][0] <= last["backwards"] for _, last, step in pairs):
+        if pairs and all(0 < step["oldest"] <= last["backwards"] for _, last, step in pairs):
             number, _, step = pairs[0]
             return {"step": number, "before": number - 1, "line": step["line"]}
-    return None
-
-
-def _left_over(records: Records) -> Content | None:
-    """The last gradients of an epoch are in the first step of the next, where other steps take as many batches."""
-    for rank, steps in records.steps.items():
-        usual: set[int] = set()
-        for step in steps if len({step["optimizer"] for step in steps}) == 1 else ():
-            epochs = [epoch for _, epoch in step["passes"]]
-            own = sum(epoch == epochs[-1] for epoch in epochs)
-            is_next = epochs and None not in epochs and epochs[0] != epochs[-1] and epochs[0][0] == epochs[-1][0]
-            if is_next and usual == {own}:
-                return {**step, "rank": rank, "passes": len(epochs), "usual": counted(own, "batch", "batches")}
-            if not is_next:
-                usual.add(len(epochs))
     return None
 
 
@@ -250,13 +175,10 @@ def _in_no_optimizer(records: Records) -> Content | None:
     content = {"what": what, "line": next((s[0]["made_at"] for s in records.steps.values()), "")}
     if thawed:
         content["what"] += ", unfrozen later"
-        content["fix"] = "optimizer.add_param_group with the unfreezing; or all weights to the optimizer, which skips "
-        content["fix"] += "frozen ones"
-    if thawed and end["strange"]:
-        strange = counted(end["strange"], "weight")
-        content["what"] += f": {strange} that add_param_group added belong to no prepared model"
-        content["fix"] = "add_param_group with the prepared model's parameters, not those from before prepare"
-        content["line"] = end["lines"]["add_param_group"]
+        content["fix"] = "optimizer.add_param_group with the prepared model's parameters, not those from before "
+        content["fix"] += "prepare; or all weights to the optimizer, which skips frozen ones"
+        if (added_at := end["lines"]["add_param_group"]) != end["backward_line"]:
+            content["line"] = added_at
     return content
 
 
@@ -268,15 +190,6 @@ def _evaluates_on_one_rank(records: Records) -> Content | None:
             rank, other = (next(rank for rank, mode in modes.items() if mode is wanted) for wanted in (True, False))
             line = records.ends[rank]["lines"][".eval()"] if rank in records.ends else steps[0]["line"]
             return {"rank": rank, "other": other, "line": line}
-    return None
-
-
-def _evaluates_on(records: Records) -> Content | None:
-    """A model that trained in training mode, and is in evaluation mode in the last steps."""
-    for rank, steps in records.steps.items():
-        since = next((n for n in range(len(steps), 0, -1) if not steps[n - 1]["evaluating"]), len(steps)) + 1
-        if since < len(steps) and rank in records.ends:
-            return {"since": since, "steps": len(steps), "line": records.ends[rank]["lines"][".eval()"]}
     return None
 
 
@@ -294,24 +207,7 @@ JUDGES: tuple[Callable[[Records], Iterator[Failure]], ...] = (
         "make the optimizer of the prepared model, or prepare both in one call: prepare(model, optimizer)",
     ),
     Judge(_nothing_prepared, "{call} comes before prepare, so that it {verb} no weights", ""),
-    Judge(
-        _different_units,
-        "the ranks run different units: rank {first} runs {name} where rank {rank} runs {other}",
-        "make a unit of a module that every rank runs, such as the layer of experts, not of each expert",
-    ),
     lambda records: drawn_rows.find(records.events),
-    Judge(
-        _separated_ties,
-        "one weight is in several units: {places}",
-        "leave the modules that share a weight, such as embedding and head, in one unit",
-        "fsdp_transformer_layer_cls_to_wrap",
-    ),
-    Judge(
-        _forgotten_rng,
-        "activation checkpointing runs layers again with other random numbers: dropout differs in backward",
-        "leave preserve_rng_state true",
-        "preserve_rng_state",
-    ),
     Judge(
         _never_stepped,
         "no weight was ever updated: {passes}, and no step of an optimizer",
@@ -366,18 +262,6 @@ JUDGES: tuple[Callable[[Records], Iterator[Failure]], ...] = (
         _in_no_optimizer,
         "no optimizer has {what}",
         "give them to the optimizer, as AdamW(model.parameters()) does; or requires_grad_(False) for them",
-    ),
-    Judge(
-        _evaluates_on,
-        "steps {since} to {steps} train in evaluation mode, without dropout, and those before in training mode",
-        "model.train() after each evaluation",
-    ),
-    Judge(
-        _left_over,
-        "no step comes after the last batch of an epoch of rank {rank}: the next epoch's first step has the gradients "
-        "of {passes} batches, and other steps those of {usual}",
-        "a step at the last batch too, as with accelerator.accumulate(model): len(loader) is that of the prepared "
-        "loader, which has only this rank's batches; or zero_grad() at the end of an epoch",
     ),
     Judge(
         copies.parting,

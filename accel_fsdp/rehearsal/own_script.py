@@ -7,7 +7,7 @@ from typing import Any
 
 from accel_fsdp.config import JobConfig
 from accel_fsdp.ranks import RankEvent
-from accel_fsdp.rehearsal import mistakes, repeated, saved, verdict, without_gpu
+from accel_fsdp.rehearsal import mistakes, repeated, saved, verdict
 from accel_fsdp.rehearsal.blame import SCRIPT, Failure, judge, of_no_training, of_outcome
 from accel_fsdp.rehearsal.job import Outcome, Rehearsed
 from accel_fsdp.rehearsal.report import Proof
@@ -33,7 +33,7 @@ class OwnRehearsal:
     def run(self) -> Proof:
         """Runs the script to its end; then compares the ranks' shards with the YAML."""
         outcome = self.launcher.launch("script", self.job, self.words, is_small=self.is_small)
-        self.changes.extend(made_small(outcome.events))
+        self.changes.extend(with_lines([event for event in outcome.events if event.rank == 0], "made-small"))
         self._judge(outcome)
         for mistake in mistakes.find(outcome.events):  # first, as it may have caused the failure
             raise mistake
@@ -49,7 +49,8 @@ class OwnRehearsal:
             raise failure
         note = "".join(f"; not watched: {event['what']} ({event['why']})" for event in unwatched)
         repeated_steps = repeated.summary(outcome.events)
-        of_gpus = f"; {gpu_calls}" if (gpu_calls := without_gpu.taken(outcome.events)) else ""
+        gpu_calls = ", ".join(with_lines(outcome.events, "taken-for-cpu"))
+        of_gpus = f"; taken for the CPU: {gpu_calls}" if gpu_calls else ""
         return Proof(verdict.summary(outcome.holdings) + repeated_steps + note + of_gpus, last_lines(outcome.printed))
 
     def _failure_of(self, outcome: Outcome) -> Failure:
@@ -64,12 +65,11 @@ class OwnRehearsal:
             judge(self.job, classes, outcome, self.experts)
 
 
-def made_small(events: Sequence[RankEvent]) -> list[str]:
-    """What rank 0 made small, each with the script's first line that asked for it."""
+def with_lines(events: Sequence[RankEvent], kind: str) -> list[str]:
+    """What the ranks made small, or took for the CPU, each with the script's first line that asked for it."""
     lines: dict[str, str] = {}
-    for event in events:
-        if event.kind == "made-small" and event.rank == 0:
-            lines.setdefault(event.content["what"], os.path.basename(event.content["line"]))
+    for event in (event for event in events if event.kind == kind):
+        lines.setdefault(event.content["what"], os.path.basename(event.content["line"]))
     return [f"{what} ({line})" if line else what for what, line in lines.items()]
 
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from accel_fsdp.ranks import RankEvent
-from accel_fsdp.rehearsal.blame import SCRIPT, Failure, mistake
-from accel_fsdp.units import counted, first_few
+from accel_fsdp.rehearsal.blame import Failure, mistake
+from accel_fsdp.units import counted
 
 UNCOMPARED = "not repeated in one process: "
 """What `summary` says before the reason why nothing was compared."""
@@ -15,14 +15,13 @@ NEAR = 0.01
 
 
 class Text(NamedTuple):
-    """What a difference is, with the names of an event's values in braces, its fix, and the key that causes it."""
+    """What a difference is, with the names of an event's values in braces, and its fix."""
 
     what: str
     fix: str
-    key: str = SCRIPT
 
     def about(self, content: Mapping[str, Any]) -> Failure:
-        return Failure(self.what.format(**content), self.key, self.fix, content["line"])
+        return mistake(self.what.format(**content), self.fix, content["line"])
 
 
 def differences(events: Sequence[RankEvent]) -> Iterator[Failure]:
@@ -41,7 +40,7 @@ def _first_difference(events: Sequence[RankEvent]) -> Mapping[str, Any] | None:
 
 def _may_part(events: Sequence[RankEvent], difference: Mapping[str, Any] | None) -> bool:
     """Whether the ranks may train separately on purpose, as where the script averages their weights at intervals."""
-    is_apart = difference is not None and difference["what"] == "copies"
+    is_apart = difference is not None and difference["what"].startswith("other ")
     return is_apart and any(event.kind == "combines" for event in events)
 
 
@@ -62,10 +61,6 @@ def summary(events: Sequence[RankEvent]) -> str:
         notes += "; the learning rate is 0 in them, so that no weight moves"
     if any(update["changed"] for update in updates):
         notes += "; not repeated: what the script changes in them before the step"
-    models = (model for event in events if event.kind == "trained" for model in event.content["models"])
-    left: list[str] = next((model["left"] for model in models if model["left"]), [])
-    if left:
-        notes += f"; no optimizer has {first_few(left, 1)}, which have gradients"
     steps = f"the first {len(updates)} steps" if len(updates) > 1 else "the first step"
     return f"; {compared} {steps} are those of one process (apart by {difference:.0e}){notes}"
 
@@ -79,10 +74,8 @@ def _gradient(content: Mapping[str, Any]) -> Failure:
         what = f"the gradient of {name} is {ratio:.4g} times that of one process: {meaning}"
     else:
         what = f"the gradient of {name} differs from that of one process by {content['apart']:.2g} of its norm"
-    fix = (
-        "see what changes gradients between forward and step: hooks of the script, no_sync, a divide factor; or a "
-        "library is at fault"
-    )
+    fix = "see what changes gradients between forward and step: hooks of the script, no_sync, a divide factor; dropout "
+    fix += "that activation checkpointing draws anew; or a library is at fault"
     if content["kept"]:
         what += ": the step's last backward pass keeps gradients on each rank"
         fix = "turn their reduction on before the forward pass of a step's last micro-batch: outside of no_sync, or by "
@@ -102,17 +95,6 @@ def _meaning(ratio: float, content: Mapping[str, Any]) -> str:
     )
     near = (text for value, text in meanings if value != 1 and math.isclose(ratio, value, rel_tol=NEAR))
     return next(near, "")
-
-
-def _copies(content: Mapping[str, Any]) -> Failure:
-    first, other = content["ranks"]
-    name = content["name"]
-    if content["of"] == "gradient":
-        what = f"ranks {first} and {other} step with different gradients of {name}: they are not averaged"
-        return mistake(what, "leave no_sync before the last micro-batch of a step", content["line"])
-    when = "after a step" if content["of"] == "value" else f"before step {content['update']}"
-    what = f"{name} has different values on rank {other} than on rank {first} {when}"
-    return mistake(what, "change weights on all ranks in the same way, or only by the optimizer", content["line"])
 
 
 def _counted(content: Mapping[str, Any]) -> Failure:
@@ -157,19 +139,9 @@ def _other_step(content: Mapping[str, Any]) -> Failure:
 
 
 PLAIN: Mapping[str, Text] = {
-    "all-gradients": Text(
-        "gradients are {ratio:.4f} times those of one process under autocast, on average over all weights",
-        "a count or scale that the loss is divided by may be rounded to 16 bits: keep it in float32, outside of "
-        "forward",
-        "mixed_precision",
-    ),
     "clipped-early": Text(
         "gradients are clipped before the backward pass that makes them: the step takes them unclipped",
         "clip between backward and optimizer.step()",
-    ),
-    "changed-apart": Text(
-        "between backward and step gradients change on rank {ranks[0]}, and not on rank {ranks[1]}",
-        "change gradients on all ranks in the same way",
     ),
     "clipped-apart": Text(
         "between backward and step gradients are multiplied by {factors[0]:.4g} on rank {ranks[0]} and by "
@@ -214,6 +186,14 @@ PLAIN: Mapping[str, Text] = {
         "the model computes in fp16, and nothing scales the loss: small gradients become 0",
         "torch.amp.GradScaler, under FSDP1 its ShardedGradScaler; or bf16, which has the range of float32",
     ),
+    "other gradients": Text(
+        "ranks {ranks[0]} and {ranks[1]} step with different gradients of {name}: they are not averaged",
+        "leave no_sync before the last micro-batch of a step",
+    ),
+    "other weights": Text(
+        "{name} has different values on rank {ranks[1]} than on rank {ranks[0]} before step {update}",
+        "change weights on all ranks in the same way, or only by the optimizer",
+    ),
     "summed-again": Text(
         "between backward and step gradients are multiplied by {ranks}, the number of ranks",
         "leave it out: DDP and FSDP have averaged them over ranks",
@@ -232,7 +212,6 @@ PLAIN: Mapping[str, Text] = {
 """The differences whose message depends on no other value."""
 DECIDED: Mapping[str, Callable[[Mapping[str, Any]], Failure]] = {
     "gradient": _gradient,
-    "copies": _copies,
     "counted": _counted,
     "other-step": _other_step,
 }

@@ -106,6 +106,7 @@ def _partial(records: Records, weights: int, job: JobConfig) -> Iterator[Failure
             is_checkpointed = job.is_fsdp and job.on("fsdp_activation_checkpointing")
             if is_adapter and (is_checkpointed or job.engine is Engine.FSDP1):
                 key, fix = "fsdp_activation_checkpointing" if is_checkpointed else "fsdp_version", SAVE_OF_ADAPTER
+                fix = f"fsdp_state_dict_type: FULL_STATE_DICT, and {fix}" if may_be_nothing else fix
             elif may_be_nothing:
                 key, fix = "fsdp_state_dict_type", SAVE_OF_TRAINER
             yield Failure(f"{call} left {folder} {flaw}", key, fix, content["line"])

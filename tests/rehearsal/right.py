@@ -32,9 +32,9 @@ accelerator = Accelerator(gradient_accumulation_steps=1 if BY_HAND else EACH, kw
 torch.manual_seed(0)
 dropout = {"attention_dropout": 0.5} if "dropout" in WAYS else {}
 model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, **dropout).train()
-reference = copy.deepcopy(model).eval().requires_grad_(False)
+untrained = copy.deepcopy(model)
 loader: Any = DataLoader(torch.randint(0, 100, (32, 12)), batch_size=2)  # type: ignore[arg-type]
-if {"frozen weights", "gradual unfreezing"} & {*WAYS}:
+if "frozen weights" in WAYS:
     for layer in model.model.layers[:1]:
         layer.requires_grad_(False)
 if "buffers" in WAYS:
@@ -86,8 +86,6 @@ else:
 if "sums gradients" in WAYS:
     for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
         unit.set_gradient_divide_factor(1.0)
-if "warmup" in WAYS:
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda step: min(step, 5) / 5)
 if "hook" in WAYS:
     accelerator.unwrap_model(model).model.layers[0].mlp.register_forward_hook(lambda *given: given[2] * 1.5)
 average: dict[str, torch.Tensor] = {}
@@ -105,21 +103,12 @@ def loss_of(batch: torch.Tensor) -> torch.Tensor:
         loss = loss + 1e-2 * output.logits.float().logsumexp(-1).square().mean()
     if "penalty" in WAYS:
         loss = loss + sum(1e-2 * weight.square().sum() for weight in model.parameters())
-    if "reference" in WAYS:
-        with torch.no_grad():
-            expected = reference(input_ids=batch).logits
-        loss = loss + nn.functional.mse_loss(output.logits, expected)
     if "probes gradients" in WAYS:  # as an adaptive weight of a loss does
         (probed,) = torch.autograd.grad(loss, output.logits, retain_graph=True)
         loss = loss * (1 + probed.norm().detach())
     if "summed loss" in WAYS:  # the mean of a sum is right, and a copy is for a log
         accelerator.print("loss", accelerator.reduce(loss.detach(), "mean").item())
         torch.distributed.all_reduce(loss)
-    if "tokens of all ranks" in WAYS:
-        tokens = accelerator.gather(torch.tensor(batch[:, 1:].numel())).sum()
-        logits = model(input_ids=batch).logits[:, :-1].flatten(0, 1)
-        own_sum = nn.functional.cross_entropy(logits, batch[:, 1:].flatten(), reduction="sum")
-        loss = own_sum / tokens
     if "learned weight of a loss" in WAYS:
         loss = scaled(loss[None])[0]
     if "two passes" in WAYS:
@@ -160,13 +149,9 @@ for step, batch in enumerate(loader):
             if "learned weight of a loss" in WAYS:
                 for weight in scaled.parameters():
                     weight.grad = accelerator.reduce(weight.grad, "mean")
-            if "clips values" in WAYS:
-                torch.nn.utils.clip_grad_value_(model.parameters(), 1e-4)
             if "clips each micro-batch" in WAYS or ("clips" in WAYS and accelerator.sync_gradients):
                 accelerator.clip_grad_norm_(model.parameters(), max_norm=1.0 if "to 1" in WAYS else 1e-2)
             optimizer.step()
-            if "warmup" in WAYS:
-                schedule.step()
             optimizer.zero_grad()
     if "average" in WAYS:
         for name, weight in model.named_parameters():
@@ -178,8 +163,6 @@ for step, batch in enumerate(loader):
         with torch.no_grad():
             for weight in model.parameters():
                 weight.clamp_(-0.03, 0.03)
-    if "gradual unfreezing" in WAYS and step == 0:
-        model.requires_grad_(True)
     if "slow rank" in WAYS and step == 0 and accelerator.process_index == 1:
         time.sleep(5)  # as to tokenize, while the others wait in a collective
     if "evaluates" in WAYS:
@@ -208,7 +191,7 @@ if "saves" in WAYS:
     inner.save_pretrained(folder / "model", state_dict=state, is_main_process=is_main)
     of_backbone = {name.removeprefix("model."): tensor for name, tensor in state.items() if name.startswith("model.")}
     inner.model.save_pretrained(folder / "backbone", state_dict=of_backbone, is_main_process=is_main)
-    reference.save_pretrained(folder / "reference", is_main_process=is_main)
+    untrained.save_pretrained(folder / "reference", is_main_process=is_main)
     accelerator.save({name: tensor.bfloat16() for name, tensor in state.items()}, folder / "bf16.safetensors", True)
     sharded = state if "ddp" in WAYS else get_model_state_dict(model)
     dcp.save({"model": sharded, "step": torch.tensor(3)}, checkpoint_id=folder / "dcp")

@@ -55,7 +55,7 @@ def mistakes_of(make: Makes, moves: int, folder: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("ACCEL_FSDP_EVENTS", str(folder))
     for name in ("__init__", "step"):
         monkeypatch.setattr(lr_scheduler.LRScheduler, name, getattr(lr_scheduler.LRScheduler, name))
-    observed = ObservedSteps(lambda: None)
+    observed = ObservedSteps()
     observed.schedules.install()
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1e-3, momentum=0.9)
     scheduler = make(optimizer)

@@ -56,21 +56,6 @@ def test_every_step_passes(name: str, holds: str) -> None:
         assert "not repeated" not in step["said"]
 
 
-@pytest.mark.slow
-def test_an_embedding_whose_head_is_in_another_unit_is_named(tmp_path: Path) -> None:
-    """As where a YAML takes BERT's own `_no_split_modules`; the wizard leaves such a class out."""
-    (tmp_path / "bert").mkdir()
-    published = json.loads((ROOT / "tests/rehearsal/architectures.json").read_text())
-    (tmp_path / "bert/config.json").write_text(json.dumps(published["bert-decoder"]))
-    text = (CONFIGS / "fsdp1_full_shard.yaml").read_text()
-    (tmp_path / "fsdp.yaml").write_text(text.replace("wrap: LlamaDecoderLayer", "wrap: BertEmbeddings,BertLayer"))
-    finished = accel_fsdp("rehearse", tmp_path / "fsdp.yaml", "--json", "--model", tmp_path / "bert")
-    step = json.loads(finished.output[finished.output.index("{\n") :])["steps"][-1]
-    assert finished.code == 1, finished.output
-    assert step["said"].startswith("one weight is in several units: bert.embeddings.word_embeddings.weight in the unit")
-    assert step["key"] == "fsdp_transformer_layer_cls_to_wrap"
-
-
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
     """The name of a socket has at most 107 letters."""

@@ -58,10 +58,8 @@ class Part:
     @property
     def head_width(self) -> int:
         """The width of a head: as configured, else its share of the layers' width."""
-        widths = [
-            self.real[key] for key in ("head_dim", "v_head_dim", "d_kv", "kv_channels", "d_head") if self._has(key)
-        ]
-        return max(widths) if widths else self.hidden // self.heads if self.heads else 0
+        widths = [self.real.get(key) or 0 for key in ("head_dim", "v_head_dim", "d_kv", "kv_channels", "d_head")]
+        return max(widths) or (self.hidden // self.heads if self.heads else 0)
 
     @property
     def fills_width(self) -> bool:
@@ -71,21 +69,18 @@ class Part:
     @property
     def experts(self) -> int:
         """Experts of a layer, the most if layers differ; 0 without any."""
-        values = [value for key, value in self.real.items() if EXPERT_COUNTS.search(key)]
-        counts = [count for value in values for count in (value if isinstance(value, list) else [value])]
+        counts = [count for key, value in self.real.items() if EXPERT_COUNTS.search(key) for count in as_list(value)]
         return max((count for count in counts if type(count) is int), default=0)
 
-    def _has(self, key: str) -> bool:
-        return type(self.real.get(key)) is int and self.real[key] > 0
+
+def as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def parts_of(config: Any) -> list[Part]:
     """The config and all nested configs, as parts of one mapping, the outermost first."""
-    values = config.to_dict()
-    for key in LEFT_OUT:
-        values.pop(key, None)
-    main = config.get_text_config()
-    return list(_parts(config, values, main))
+    values = {key: value for key, value in config.to_dict().items() if key not in LEFT_OUT}
+    return list(_parts(config, values, config.get_text_config()))
 
 
 def _parts(config: Any, values: dict[str, Any], main: Any) -> Iterator[Part]:

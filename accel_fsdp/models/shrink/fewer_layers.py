@@ -2,17 +2,16 @@
 
 import re
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
-from accel_fsdp.models.shrink.config_parts import DEPTHS, TOKENS, Part
+from accel_fsdp.models.shrink.config_parts import DEPTHS, TOKENS, Part, as_list
 
 if TYPE_CHECKING:
     from torch import nn
 
 
 FEWEST = 2
-LAYER_LISTS = ("layer_types", "layers_block_type")
-"""Lists with an entry for each layer, in configs without a number of layers."""
 FROM_THE_START = ("first_k_dense_replace", "num_dense_layers", "max_window_layers", "moe_layer_start_index")
 FROM_THE_END = ("num_kv_shared_layers",)
 NUMBERS_OF_LAYERS = re.compile(r"(ind(ex|ic|x)|idx|layers|layer_ids)")
@@ -29,27 +28,22 @@ def take(part: Part, model: "nn.Module") -> None:
     `model` is the real one on the meta device. Layers that a config overrides one by one become like the others.
     """
     part.values.pop("per_layer_config", None)
-    for key in part.keys(DEPTHS) or [key for key in LAYER_LISTS if isinstance(part.real.get(key), list)]:
-        depth = part.real[key] if key not in LAYER_LISTS else len(part.real[key])
-        if depth > 1:
+    for key in part.keys(DEPTHS):
+        if (depth := part.real[key]) > 1:
             layer_numbers = _kept_layers(part, model, depth)
-            if key not in LAYER_LISTS:
-                part.values[key] = len(layer_numbers)
+            part.values[key] = len(layer_numbers)
             _cut_per_layer(part, depth, layer_numbers)
 
 
 def _kept_layers(part: Part, model: "nn.Module", depth: int) -> list[int]:
     """The kept layers: one of each kind, and the first ones up to `FEWEST`."""
     kinds = kinds_of(model, depth)
-    layer_numbers = set(first_of_each(kinds))
+    layer_numbers = {kinds.index(kind) for kind in kinds}
     if kinds and not _lists_kinds(part, depth):  # a period such as every second layer counts from the first
         layer_numbers = set(range(max(layer_numbers) + 1))
     layer_numbers |= {numbers[0] for _, numbers in _numbers_of_layers(part, depth)}
-    for number in range(depth):
-        if len(layer_numbers) >= FEWEST:
-            break
-        layer_numbers.add(number)
-    return sorted(layer_numbers)
+    others = (number for number in range(depth) if number not in layer_numbers)
+    return sorted([*layer_numbers, *islice(others, max(0, FEWEST - len(layer_numbers)))])
 
 
 def _lists_kinds(part: Part, depth: int) -> bool:
@@ -92,7 +86,7 @@ def keep_features(parts: Sequence[Part]) -> None:
     for part in parts if last else ():
         for key, value in part.real.items():
             if FEATURE_LAYERS.search(key) and value is not None:
-                layers = [max(-last, min(layer, last - 1)) for layer in (value if isinstance(value, list) else [value])]
+                layers = [max(-last, min(layer, last - 1)) for layer in as_list(value)]
                 part.values[key] = layers if isinstance(value, list) else layers[0]
 
 
@@ -114,10 +108,6 @@ def all_kinds(model: "nn.Module") -> set[Hashable]:
 
     lists = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
     return {(NUMBER.sub("N", name), _kind(layer)) for name, stack in lists for layer in stack}
-
-
-def first_of_each(kinds: Sequence[Hashable]) -> list[int]:
-    return sorted({kind: number for number, kind in reversed(list(enumerate(kinds)))}.values())
 
 
 def _kind(layer: "nn.Module") -> Hashable:

@@ -94,9 +94,8 @@ def _narrow_heads(part: Part, small: int) -> None:
         part.values["qk_head_dim"] = part.values["qk_nope_head_dim"] + part.values["qk_rope_head_dim"]
     if "query_pre_attn_scalar" in part.real:
         part.values["query_pre_attn_scalar"] = small
-    for key in ("linear_num_key_heads", "linear_num_value_heads"):
-        keys = part.real.get("linear_num_key_heads") or 1
-        if type(part.real.get(key)) is int:
+    if keys := part.real.get("linear_num_key_heads"):
+        for key in ("linear_num_key_heads", "linear_num_value_heads"):
             part.values[key] = max(1, part.real[key] * min(GROUPS, keys) // keys)
     for key in ("rope_parameters", "rope_scaling"):
         _shrink_rotations(part.values.get(key) or {}, factor)
@@ -118,12 +117,9 @@ def _reduce_experts(part: Part) -> None:
     few = min(experts, EXPERTS)
     for key, value in part.real.items():
         limit = few if EXPERT_COUNTS.search(key) else EXPERTS_USED if USED_COUNTS.search(key) else 0
-        if limit and isinstance(value, list):
-            part.values[key] = [min(count, limit) for count in part.values[key]]
-        elif limit and type(value) is int:
+        if limit and type(value) is int:
             part.values[key] = min(value, limit)
     for key in ("n_group", "num_expert_group"):
-        groups = part.real.get(key)
-        if type(groups) is int and groups > 1:
+        if (groups := part.real.get(key) or 1) > 1:
             part.values[key] = min(groups, EXPERT_GROUPS)
             part.values["topk_group"] = max(1, (part.real.get("topk_group") or 1) * part.values[key] // groups)

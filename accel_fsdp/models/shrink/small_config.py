@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.models.shrink import fewer_layers, narrower
-from accel_fsdp.models.shrink.config_parts import EXPERT_COUNTS, GROUP_COUNTS, HEAD_COUNTS, TOKENS, Part, parts_of
+from accel_fsdp.models.shrink.config_parts import (
+    EXPERT_COUNTS,
+    GROUP_COUNTS,
+    HEAD_COUNTS,
+    TOKENS,
+    Part,
+    as_list,
+    parts_of,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,7 +25,7 @@ WINDOW = 16
 WINDOWS = re.compile(r"^(sliding_window(_size)?|local_attention|attention_chunk_size|index_topk|attention_window)$")
 VOCABULARY_ROUNDED_TO = 64
 VOCABULARIES = re.compile(r"^(?!type_|char_).*vocab_size(_|$)")
-TOKEN_LISTS = ("suppress_tokens", "begin_suppress_tokens", "forced_decoder_ids", "bad_words_ids")
+TOKEN_LISTS = {"suppress_tokens", "begin_suppress_tokens", "forced_decoder_ids", "bad_words_ids"}
 NOT_COMPARED = frozenset({"transformers_version", "_name_or_path", "architectures", "dtype"})
 
 
@@ -40,21 +48,13 @@ def _value_text(value: object) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """The sizes that are reduced besides the layers; the first attempt whose model runs is taken."""
-
-    words: str
-    widths: bool = True
-    heads: bool = True
-    """Reduces also the widths of heads, on which some models' code relies although the config doesn't show it."""
-
-
 ATTEMPTS = (
-    Attempt("depth, widths and vocabulary"),
-    Attempt("depth, widths but those of heads, and vocabulary", heads=False),
-    Attempt("depth and vocabulary", widths=False),
+    NARROW := "depth, widths and vocabulary",
+    "depth, widths but those of heads, and vocabulary",
+    SHALLOW := "depth and vocabulary",
 )
+"""The sizes that are reduced; the first attempt whose model runs is taken. Some models' code relies on the widths of
+heads, although the config doesn't show it."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Words:
     ids: Mapping[int, int] = field(default_factory=dict)
 
 
-def smaller(config: Any, model: "nn.Module", attempt: Attempt, words: Words, divisors: Mapping[str, int]) -> Any:
+def smaller(config: Any, model: "nn.Module", attempt: str, words: Words, divisors: Mapping[str, int]) -> Any:
     """The config with layers of each kind, at least two.
 
     `model` is the real one on the meta device. `divisors` are those of `parallel_plans` on the mesh that trains the
@@ -81,8 +81,8 @@ def smaller(config: Any, model: "nn.Module", attempt: Attempt, words: Words, div
         _limit(part, VOCABULARIES, words.count)
         part.values |= renumbered(part.real, words.ids)
     fewer_layers.keep_features(parts)
-    if attempt.widths:
-        narrower.narrow(parts, attempt.heads)
+    if attempt != SHALLOW:
+        narrower.narrow(parts, heads_too=attempt == NARROW)
     for part in parts if divisors else ():
         _raise_for_mesh(part, divisors)
     return type(config).from_dict(parts[0].values)
@@ -104,19 +104,16 @@ def token_ids(config: Any) -> dict[int, str]:
     keys: dict[int, str] = {}
     for part in parts_of(config):
         for key, value in part.real.items():
-            if TOKENS.search(key):
-                numbers = value if isinstance(value, list) else [value]
-                for number in numbers:
-                    if type(number) is int and number >= 0:
-                        keys.setdefault(number, key)
+            for number in as_list(value) if TOKENS.search(key) else ():
+                if type(number) is int and number >= 0:
+                    keys.setdefault(number, key)
     return keys
 
 
 def renumbered(values: Mapping[str, Any], ids: Mapping[int, int]) -> dict[str, Any]:
     """The settings that name tokens, with the new `ids`; empty if no token has a new one."""
-    lists = {key: None for key in values if key in TOKEN_LISTS}
     tokens = {key: _renumbered(value, ids) for key, value in values.items() if TOKENS.search(key)}
-    return {**lists, **tokens} if ids else {}
+    return {**dict.fromkeys(TOKEN_LISTS & values.keys()), **tokens} if ids else {}
 
 
 def _renumbered(value: Any, ids: Mapping[int, int]) -> Any:

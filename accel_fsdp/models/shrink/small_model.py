@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from accel_fsdp import atomic_files, models
 from accel_fsdp.checkpoints import file_names
@@ -18,7 +18,7 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.models import config_json, first_line, remote_code
 from accel_fsdp.models.shrink import fewer_layers, small_config
 from accel_fsdp.models.shrink.config_parts import TOKENS, parts_of
-from accel_fsdp.models.shrink.small_config import ATTEMPTS, Attempt, Change, Words
+from accel_fsdp.models.shrink.small_config import ATTEMPTS, Change, Words
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,7 +55,7 @@ class SmallModel:
     layer_classes: tuple[str, ...]
     layer_parameters: tuple[int, int]
     changed: tuple[Change, ...]
-    tokenizer: Literal["real", "made up"]
+    tokenizer: str
     not_shown: tuple[str, ...]
 
 
@@ -64,7 +64,7 @@ class _BuiltModel:
     """A small model of one attempt; `tried` is empty if a forward pass ran, else the reason why it didn't."""
 
     model: Any
-    attempt: Attempt
+    attempt: str
     lacks_kinds: bool
     tried: str
 
@@ -83,7 +83,6 @@ def shrink(model: str, target: Path, divisors: Mapping[str, int] = MappingProxyT
     token_ids = small_config.token_ids(config)
     new_ids = {number: BYTES + index for index, number in enumerate(token_ids)}  # behind those of the bytes
     words = Words(_rows(tokenizer, token_ids)) if tokenizer else Words(MADE_UP_VOCABULARY, new_ids)
-    tokenizer_kind: Literal["real", "made up"] = "real" if tokenizer else "made up"
     small = _first_that_works(model, config, real, words, divisors)
     _cast(small.model, models.stored_dtype(model))
     with atomic_files.replaced_folder(target) as folder:
@@ -95,8 +94,8 @@ def shrink(model: str, target: Path, divisors: Mapping[str, int] = MappingProxyT
         layer_classes=_classes(small.model),
         layer_parameters=(_largest_layer(real), _largest_layer(small.model)),
         changed=small_config.changes(config.to_dict(), small.model.config.to_dict()),
-        tokenizer=tokenizer_kind,
-        not_shown=tuple(_not_shown(config, small, tokenizer_kind)),
+        tokenizer="real" if tokenizer else "made up",
+        not_shown=tuple(_not_shown(config, small, bool(tokenizer))),
     )
 
 
@@ -147,7 +146,7 @@ def _first_that_works(
         try:
             attempted = _make(name, config, real, words, divisors, attempt)
         except Exception as error:  # any error of a config of unknown kind: the next attempt changes less of it
-            failed.append(f"{attempt.words}: {first_line(error)}")
+            failed.append(f"{attempt}: {first_line(error)}")
             continue
         if not attempted.tried:
             return attempted
@@ -162,7 +161,7 @@ def _first_that_works(
 
 
 def _make(
-    name: str, config: Any, real: "nn.Module", words: Words, divisors: Mapping[str, int], attempt: Attempt
+    name: str, config: Any, real: "nn.Module", words: Words, divisors: Mapping[str, int], attempt: str
 ) -> _BuiltModel:
     real_kinds = fewer_layers.all_kinds(real)
     with config_json.explained_errors(name):
@@ -234,10 +233,10 @@ def _write(name: str, model: Any, folder: Path, words: Words) -> None:
     model.save_pretrained(folder)
 
 
-def _not_shown(config: Any, small: _BuiltModel, tokenizer: str) -> Iterator[str]:
+def _not_shown(config: Any, small: _BuiltModel, has_tokenizer: bool) -> Iterator[str]:
     yield "how the loss falls: the weights are random"
     yield "long sequences"
-    if tokenizer == "made up":
+    if not has_tokenizer:
         yield "the tokenizer and its chat template: the model has none here, and one of bytes takes its place"
     if getattr(config, "quantization_config", None):
         yield "quantised weights: the small model's are not quantised"
@@ -246,7 +245,7 @@ def _not_shown(config: Any, small: _BuiltModel, tokenizer: str) -> Iterator[str]
     if len(parts_of(config)) > 1:
         yield "images and sounds, unless the rows have some"
     if small.attempt is not ATTEMPTS[0]:
-        yield f"nothing more of its sizes: made smaller were its {small.attempt.words} alone, as more didn't run"
+        yield f"nothing more of its sizes: made smaller were its {small.attempt} alone, as more didn't run"
     if small.lacks_kinds:
         yield "some kinds of its layers, which need more layers than the small model has"
     if small.tried:
