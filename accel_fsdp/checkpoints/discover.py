@@ -43,8 +43,10 @@ class CheckpointLocation:
 
     @property
     def size_bytes(self) -> int:
-        paths = self.weights.iterdir() if self.weights.is_dir() else [self.weights]
-        return sum(path.stat().st_size for path in paths if path.is_file() and path.suffix in file_names.READABLE)
+        if self.weights.is_file():
+            return self.weights.stat().st_size
+        names = (path.name for path in self.weights.iterdir() if path.suffix in file_names.READABLE and path.is_file())
+        return sum((self.weights / name).stat().st_size for name in names if file_names.is_exported(name))
 
     def __str__(self) -> str:
         missing = f", lacks {', '.join(self.missing)}" if self.missing else ""
@@ -123,10 +125,8 @@ def _has(folder: Path, name: str) -> bool:
 
 
 def _adapter(folder: Path) -> CheckpointLocation | None:
-    if not (folder / file_names.ADAPTER).is_file():
-        return None
-    missing = () if (folder / file_names.ADAPTER_CONFIG).is_file() else (file_names.ADAPTER_CONFIG,)
-    return _file("adapter", folder / file_names.ADAPTER, *missing)
+    path = folder / file_names.ADAPTER
+    return _file("adapter", path) if path.is_file() else None
 
 
 def _full(folder: Path) -> CheckpointLocation | None:
@@ -134,9 +134,11 @@ def _full(folder: Path) -> CheckpointLocation | None:
     return _file("FSDP full", path) if path.is_file() else None
 
 
-def _file(kind: CheckpointKind, path: Path, *missing: str) -> CheckpointLocation:
-    """A checkpoint whose weights are one file."""
-    return CheckpointLocation(kind, path.parent, path, missing)
+def _file(kind: CheckpointKind, path: Path) -> CheckpointLocation:
+    """A checkpoint whose weights are one file. PEFT's need its settings beside them."""
+    settings = path.with_name(file_names.ADAPTER_CONFIG)
+    lacks_settings = path.name.startswith(file_names.ADAPTER_STEM) and not settings.is_file()
+    return CheckpointLocation(kind, path.parent, path, (settings.name,) if lacks_settings else ())
 
 
 def _zero(folder: Path) -> CheckpointLocation | None:
@@ -198,7 +200,7 @@ def models(checkpoint: CheckpointLocation) -> list[CheckpointLocation]:
 
 def _single(folder: Path) -> CheckpointLocation | None:
     paths = [path for kind in file_names.TORCH_SAVED for path in sorted(folder.glob(f"*{kind}")) if _is_single(path)]
-    return CheckpointLocation("torch.save", folder, paths[0]) if len(paths) == 1 else None
+    return _file("torch.save", paths[0]) if len(paths) == 1 else None
 
 
 def _is_single(path: Path) -> bool:
