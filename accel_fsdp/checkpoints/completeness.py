@@ -229,24 +229,22 @@ def choose(run: Path, among: Sequence[Path] | None = None, flaw_of: Callable[[Pa
     return Choice(None, skipped)
 
 
-def retire(run: Path, keep: int | None, best: str | None, spared: str = "") -> None:
+def retire(run: Path, keep: int | None, best: str | None) -> None:
     """Deletes checkpoints before the newest complete one: half-written ones, and complete ones beyond `keep`.
 
-    The `best` one stays, and counts; the `spared` one stays too. Nothing is deleted without `keep`, or if none is
-    complete.
+    The `best` one stays, and counts. Nothing is deleted without `keep`, or if none is complete.
     """
     for old in run.glob(ASIDE):
         if not (run / old.stem[1:]).exists() and flaw(old):  # left by a run that was killed during a deletion
             _remove(old)
     names = [path.name for path in file_names.checkpoints(run)]
-    for name in outdated(names, [name for name in names if not flaw(run / name)], keep, best):
-        if name != spared:
-            delete(run / name)
+    for name in outdated(names, lambda name: not flaw(run / name), keep, best):
+        delete(run / name)
 
 
-def outdated(names: Sequence[str], complete: Sequence[str], keep: int | None, best: str | None) -> list[str]:
-    """Those checkpoints of a run that `retire` deletes; both lists have the oldest first."""
-    if not keep or keep < 1 or not complete:
+def outdated(names: Sequence[str], is_complete: Callable[[str], bool], keep: int | None, best: str | None) -> list[str]:
+    """Those checkpoints of a run, given the oldest first, that `retire` deletes."""
+    if not keep or keep < 1 or not (complete := [name for name in names if is_complete(name)]):
         return []
     to_keep = {name for name in complete if best and name == Path(best).name} | {complete[-1]}
     for name in reversed(complete):
