@@ -1,7 +1,5 @@
 """The command `accel-fsdp convert`: a checkpoint of one engine becomes one of another, with the optimizer."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -23,7 +21,7 @@ from accel_fsdp.checkpoints import (
 from accel_fsdp.command_line import arg, positional
 from accel_fsdp.config import ANY_FSDP, MigrationTarget, zero_name
 from accel_fsdp.conversion import fsdp_files, training_state, zero_files
-from accel_fsdp.conversion.training_state import TrainingState
+from accel_fsdp.conversion.training_state import PARAMS, TrainingState
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.exporter import companion_files, refusals, transformers_probe
 from accel_fsdp.models import first_line
@@ -81,18 +79,22 @@ def convert(command: ConvertCommand) -> int:
     state, origin = training_state.read(checkpoint), marker.origin_of(checkpoint.folder) or Origin("")
     layout = _zero_layout(command, checkpoint, state, origin) if command.stage else None
     out, write = command.out.resolve(), layout.write if layout else fsdp_files.write
-    refusals.check_space(out, state.size_bytes, what="the checkpoint")
-    with atomic_files.replaced_folder(out) as folder, _explained_errors(command.out, folder):
-        with console.waiting("converting"):
-            write(state, folder)
-            for path in sorted(checkpoint.folder.iterdir()):  # what any engine reads: schedule, log, random states
-                if not path.is_dir() and not any(path.match(pattern) for pattern in ENGINES_OWN):
-                    untrusted_files.copy(path, folder / path.name, within=checkpoint.folder)
-        with console.waiting("comparing"):
-            _compare(checkpoint.folder, state, folder)
-        completeness.seal(folder, replace(origin, engine=command.engine))
+    size_bytes = sum(stored.size_bytes for stored in state.tensors.values())
+    refusals.check_space(out, size_bytes, what="the checkpoint")
+    with atomic_files.replaced_folder(out) as folder:
+        try:
+            with console.waiting("converting"):
+                write(state, folder)
+                for path in sorted(checkpoint.folder.iterdir()):  # what any engine reads: schedule, log, random states
+                    if not path.is_dir() and not any(path.match(pattern) for pattern in ENGINES_OWN):
+                        untrusted_files.copy(path, folder / path.name, within=checkpoint.folder)
+            with console.waiting("comparing"):
+                _compare(checkpoint.folder, state, folder)
+            completeness.seal(folder, replace(origin, engine=command.engine))
+        except (OSError, RuntimeError, CheckpointException) as error:  # torch's, if it can't write or was interrupted
+            raise _why(error, command.out, folder) from None
     ranks = counted(layout.ranks, "rank") if layout else "any number of ranks"
-    tensors = f"{counted(len(state.tensors), 'tensor')}, {gb_or_mb(state.size_bytes)}"
+    tensors = f"{counted(len(state.tensors), 'tensor')}, {gb_or_mb(size_bytes)}"
     console.say(f"{command.out}: {command.engine}, for {ranks}; {tensors}, equal to SRC's", style="green")
     console.say(f"resume: train/sft.py --resume_from_checkpoint {command.out}", style="green")
     return 0
@@ -152,19 +154,16 @@ def _zero_layout(
     )
 
 
-@contextmanager
-def _explained_errors(out: Path, folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, RuntimeError, CheckpointException) as error:  # torch's, if it can't write or was interrupted
-        for cause in disks.chain(error):
-            if isinstance(cause, (SystemExit, KeyboardInterrupt, UserError)):
-                raise cause from None
-        raise UserError(
-            f"cannot write {out}: {disks.full(error, folder) or first_line(error)}",
-            why="the checkpoint is incomplete and was removed",
-            fix="free some space on that disk, or another OUT",
-        ) from error
+def _why(error: BaseException, out: Path, folder: Path) -> BaseException:
+    """Why OUT could not be written: the end of the process or a damaged SRC, if one of them is the cause."""
+    for cause in disks.chain(error):
+        if isinstance(cause, (SystemExit, KeyboardInterrupt, UserError)):
+            return cause
+    return UserError(
+        f"cannot write {out}: {disks.full(error, folder) or first_line(error)}",
+        why="the checkpoint is incomplete and was removed",
+        fix="free some space on that disk, or another OUT",
+    )
 
 
 def _compare(checkpoint: Path, state: TrainingState, folder: Path) -> None:
@@ -175,7 +174,8 @@ def _compare(checkpoint: Path, state: TrainingState, folder: Path) -> None:
     before, after = state.tensors, written.tensors
     differing = sorted(before.keys() ^ after.keys())
     differing += [name for name in before.keys() & after if not same_bytes(before[name], after[name])]
-    if state.members != written.members:
+    groups = [[sorted(group[PARAMS]) for group in part.filled_groups] for part in (state, written)]
+    if groups[0] != groups[1]:
         differing.append("the optimizer's groups")
     if differing:
         raise UserError(

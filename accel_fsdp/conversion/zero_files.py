@@ -82,10 +82,9 @@ class ZeroLayout:
 
     def _divided(self, state: TrainingState) -> Iterator[tuple[int, list[str]]]:
         """The number of each part's group, and the names of its parameters in the order of the model."""
-        order = {name: number for number, name in enumerate(self.description.memory)}
         for number, group in enumerate(state.filled_groups):
-            names, elements = list[str](), 0
-            for name in sorted(group[PARAMS], key=lambda name: order[name]):
+            names, elements, members = list[str](), 0, set(group[PARAMS])
+            for name in filter(members.__contains__, self.description.memory):
                 names.append(name)
                 elements += -(-prod(state.weights[name].shape) // self.ranks)
                 if self.stage == 3 and elements >= SUB_GROUP_ELEMENTS:
@@ -98,15 +97,11 @@ class ZeroLayout:
         """The ranks' shares of the vector of these weights, or of their moments under `key`."""
         tensors = [state.weights[name] if key == WEIGHTS else state.moments[name][key] for name in names]
         counts = [prod(tensor.shape) for tensor in tensors]
-        if self.stage == 3:  # each parameter is divided
-            shares = [-(-count // self.ranks) for count in counts]
-            width = sum(shares)
-            whole = _mapped(scratch, width * self.ranks)
-            places = torch.split(whole.view(self.ranks, width), shares, dim=1)
-        else:
-            width = self._share(sum(counts))
-            whole = _mapped(scratch, width * self.ranks)
-            places = torch.split(whole[: sum(counts)], counts)
+        parts = self.ranks if self.stage == 3 else 1  # of each parameter
+        shares = [-(-count // parts) for count in counts]
+        width = self._share(sum(shares))
+        whole = _mapped(scratch, width * self.ranks)
+        places = torch.split(whole[: parts * sum(shares)].view(parts, -1), shares, dim=1)
         for tensor, count, place in zip(tensors, counts, places, strict=True):
             padded = functional.pad(flat(tensor.load()), (0, place.numel() - count))
             place.copy_(padded.view(place.shape))
@@ -116,8 +111,8 @@ class ZeroLayout:
         return [torch.empty(0).set_(whole.untyped_storage()[low:high]) for low, high in pairwise(bounds)]
 
     def _share(self, elements: int) -> int:
-        """ZeRO-1 and 2: a rank's part of a group, with padding."""
-        return -(-elements // (ALIGNED_ELEMENTS * self.ranks)) * ALIGNED_ELEMENTS
+        """A rank's part of a group, with padding; in ZeRO-3 the elements are a rank's already."""
+        return elements if self.stage == 3 else -(-elements // (ALIGNED_ELEMENTS * self.ranks)) * ALIGNED_ELEMENTS
 
     def _model(self, state: TrainingState, parts: list[_Part], scratch: str) -> dict[str, Any]:
         trained = state.trained
