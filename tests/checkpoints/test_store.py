@@ -145,12 +145,11 @@ def test_a_lost_object_is_damage(tmp_path: Path, uri: str) -> None:
     assert not list((tmp_path / "got").glob("*8*"))
 
 
-@pytest.mark.parametrize("uri", ["s3://bucket", "gs://bucket/a b/c._-1", "abfs+x.y://host/run", "file:///folder/run"])
-def test_a_uri_survives_being_a_path(uri: str) -> None:
+URIS = ("s3://bucket", "gs://bucket/a b/c._-1", "abfs+x.y://host/run", "file:///folder/run")
+PATHS = ("run", "a b/c._-1", "/folder/run", "C:\\runs\\first", "C:/runs/first", "-")
+
+
+@pytest.mark.parametrize(("place", "uri"), [*zip(URIS, URIS, strict=True), *((path, "") for path in PATHS)])
+def test_a_uri_is_told_from_a_path(place: str, uri: str) -> None:
     """Flags for paths make one slash of two."""
-    assert store.uri_of(uri) == store.uri_of(Path(uri)) == store.uri_of(f"{uri}/") == uri
-
-
-@pytest.mark.parametrize("path", ["run", "a b/c._-1", "/folder/run", "C:\\runs\\first", "C:/runs/first", "-"])
-def test_a_path_is_no_uri(path: str) -> None:
-    assert store.uri_of(path) == ""
+    assert store.uri_of(place) == store.uri_of(Path(place)) == store.uri_of(f"{place}/") == uri
