@@ -55,7 +55,7 @@ class CheckpointLocation:
 
 def look(folder: Path) -> CheckpointLocation | None:
     """The checkpoint or exported model in `folder`, which may be its inner folder; None if there is none."""
-    for reader in (_zero, _sharded, _safetensors, _adapter, _full, _ranks, _single):
+    for reader in (_zero, _sharded, _safetensors, _named, _ranks, _single):
         if (checkpoint := reader(folder)) is not None:
             return _judged(checkpoint)
     return None
@@ -110,9 +110,7 @@ def _safetensors(folder: Path) -> CheckpointLocation | None:
         return CheckpointLocation(
             "safetensors", folder, folder, (f"a file that can be read: {error.what}",), refused=error
         )
-    if not names:
-        return None
-    return CheckpointLocation("safetensors", folder, folder, tuple(missing))
+    return CheckpointLocation("safetensors", folder, folder, tuple(missing)) if names else None
 
 
 def _has(folder: Path, name: str) -> bool:
@@ -124,14 +122,10 @@ def _has(folder: Path, name: str) -> bool:
     return True
 
 
-def _adapter(folder: Path) -> CheckpointLocation | None:
-    path = folder / file_names.ADAPTER
-    return _file("adapter", path) if path.is_file() else None
-
-
-def _full(folder: Path) -> CheckpointLocation | None:
-    path = folder / file_names.FULL_MODEL
-    return _file("FSDP full", path) if path.is_file() else None
+def _named(folder: Path) -> CheckpointLocation | None:
+    """A checkpoint in one file with a name of its own."""
+    kinds: dict[str, CheckpointKind] = {file_names.ADAPTER: "adapter", file_names.FULL_MODEL: "FSDP full"}
+    return next((_file(kind, folder / name) for name, kind in kinds.items() if (folder / name).is_file()), None)
 
 
 def _file(kind: CheckpointKind, path: Path) -> CheckpointLocation:
@@ -286,7 +280,7 @@ def _checkpoint_in_file(path: Path) -> CheckpointLocation | None:
     if path in file_names.of_ranks(path.parent).values():
         return _ranks(path.parent)
     if path.name == file_names.ADAPTER:
-        return _adapter(path.parent)
+        return _file("adapter", path)
     if path.suffix != file_names.SAFETENSORS or path.name.startswith(file_names.NOT_WEIGHTS):
         return _file("torch.save", path) if _is_single(path) else None
     if path.name in safetensors_header.model_files(path.parent)[0]:

@@ -138,9 +138,7 @@ class ZeroLayout:
             {**group, PARAMS: [number for number, part in enumerate(parts) if part.group == index]}
             for index, group in enumerate(state.filled_groups)
         ]
-        inner, flat = (
-            (deepspeed.INNER_3, deepspeed.FLAT_3) if self.stage == 3 else (deepspeed.INNER_2, deepspeed.FLAT_2)
-        )
+        flat, inner = deepspeed.KEYS[self.stage]
         own = [part.vectors[WEIGHTS][rank] for part in parts]
         stored = {
             **{"zero_stage": self.stage, "partition_count": self.ranks, "ds_version": version("deepspeed")},
