@@ -193,7 +193,7 @@ def _joined(name: str, shape: Iterable[int], spans: Iterable[Span]) -> Stored:
     parts = list(cut_spans(parts, 0, total)) or parts[:1]
 
     def load() -> torch.Tensor:
-        loaded = [span.file.part(span.keys, span.start, span.stop) for span in parts]
+        loaded = [span.file.tensor(span.keys, slice(span.start, span.stop)) for span in parts]
         return (loaded[0] if len(loaded) == 1 else torch.cat(loaded))[:total].view(sizes)
 
     return Stored(sizes, parts[0].file.stored(parts[0].keys).dtype, load)

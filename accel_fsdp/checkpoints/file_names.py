@@ -12,8 +12,6 @@ SAFETENSORS = ".safetensors"
 ALL_SAFETENSORS = f"*{SAFETENSORS}"
 TORCH_SAVED = (".pth", ".bin", ".pt")
 """Endings of files that torch.save writes."""
-WEIGHTS = frozenset({SAFETENSORS, *TORCH_SAVED, ".gguf", ".h5", ".msgpack"})
-"""Endings of files that may hold weights, including those of other frameworks."""
 
 CONFIG = "config.json"
 """Transformers: what a model is built from."""
