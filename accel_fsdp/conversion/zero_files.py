@@ -164,11 +164,9 @@ def _check(state: TrainingState, description: Description) -> None:
                 why="DeepSpeed stores weights in the order of the model's code",
                 fix="give the model that was trained: --model ID_OR_FOLDER",
             )
-        moments = state.moments.get(name, {})
-        if any(moment.shape not in (shape, ()) for moment in moments.values()):
-            raise _unfit("an optimizer's state has another shape than its weight")
-        if any(tensor.dtype != MASTER for tensor in (state.weights[name], *moments.values())):
-            raise _unfit("weights or moments aren't in float32, in which DeepSpeed stores them")
+        tensors = (state.weights[name], *state.moments.get(name, {}).values())
+        if any(tensor.dtype != MASTER or tensor.shape not in (shape, ()) for tensor in tensors):
+            raise _unfit("weights or moments aren't in float32, or a moment has another shape than its weight")
     if len({tuple(sorted(state.moments.get(name, {}))) for name in trained}) > 1:
         raise _unfit("some weights have no optimizer state")
     if frozen := sorted(parameters - trained - {name for group in description.ties for name in group}):
