@@ -57,10 +57,6 @@ class ConvertCommand:
         """DeepSpeed's stage; 0 for FSDP."""
         return int(self.to.removeprefix("zero")) if self.to.startswith("zero") else 0
 
-    @property
-    def engine(self) -> str:
-        return zero_name(self.stage) if self.stage else ANY_FSDP
-
 
 def convert(command: ConvertCommand) -> int:
     """Writes OUT, complete and compared with SRC, or not at all; returns 0.
@@ -77,7 +73,8 @@ def convert(command: ConvertCommand) -> int:
         raise UserError(f"{command.out} is inside of SRC", why="it would be deleted with it", fix="another OUT")
     _check(checkpoint)
     state, origin = training_state.read(checkpoint), marker.origin_of(checkpoint.folder) or Origin("")
-    layout = _zero_layout(command, checkpoint, state, origin) if command.stage else None
+    layout = _zero_layout(command, checkpoint, origin) if command.stage else None
+    engine = zero_name(command.stage) if command.stage else ANY_FSDP
     out, write = command.out.resolve(), layout.write if layout else fsdp_files.write
     size_bytes = sum(stored.size_bytes for stored in state.tensors.values())
     refusals.check_space(out, size_bytes, what="the checkpoint")
@@ -90,12 +87,12 @@ def convert(command: ConvertCommand) -> int:
                         untrusted_files.copy(path, folder / path.name, within=checkpoint.folder)
             with console.waiting("comparing"):
                 _compare(checkpoint.folder, state, folder)
-            completeness.seal(folder, replace(origin, engine=command.engine))
+            completeness.seal(folder, replace(origin, engine=engine))
         except (OSError, RuntimeError, CheckpointException) as error:  # torch's, if it can't write or was interrupted
             raise _why(error, command.out, folder) from None
     ranks = counted(layout.ranks, "rank") if layout else "any number of ranks"
     tensors = f"{counted(len(state.tensors), 'tensor')}, {gb_or_mb(size_bytes)}"
-    console.say(f"{command.out}: {command.engine}, for {ranks}; {tensors}, equal to SRC's", style="green")
+    console.say(f"{command.out}: {engine}, for {ranks}; {tensors}, equal to SRC's", style="green")
     console.say(f"resume: train/sft.py --resume_from_checkpoint {command.out}", style="green")
     return 0
 
@@ -129,9 +126,7 @@ def _check(checkpoint: CheckpointLocation) -> None:
         )
 
 
-def _zero_layout(
-    command: ConvertCommand, checkpoint: CheckpointLocation, state: TrainingState, origin: Origin
-) -> zero_files.ZeroLayout:
+def _zero_layout(command: ConvertCommand, checkpoint: CheckpointLocation, origin: Origin) -> zero_files.ZeroLayout:
     """How DeepSpeed will store it: on the ranks and in the precision of the flags, of SRC's files, or of its marker."""
     files = list(checkpoint.weights.glob(file_names.ZERO_OPTIMIZERS))
     precision: str | None = command.mixed_precision
@@ -149,9 +144,7 @@ def _zero_layout(
         )
     description = transformers_probe.describe(companion_files.find(checkpoint, command.model).folder)
     step = completeness.step_of(checkpoint.folder)
-    return zero_files.ZeroLayout(
-        description, command.stage, ranks, step, step * origin.rows_per_step, is_bf16=precision == "bf16"
-    )
+    return zero_files.ZeroLayout(description, command.stage, ranks, step, is_bf16=precision == "bf16")
 
 
 def _why(error: BaseException, out: Path, folder: Path) -> BaseException:

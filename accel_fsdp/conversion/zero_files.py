@@ -43,13 +43,12 @@ class _Part:
 
 @dataclass(frozen=True)
 class ZeroLayout:
-    """A checkpoint of a stage for `ranks` ranks, after so many steps and rows."""
+    """A checkpoint of a stage for `ranks` ranks, after so many steps."""
 
     description: Description
     stage: int
     ranks: int
     step: int
-    rows: int
     is_bf16: bool
     """DeepSpeed looks for files of another name under bf16 (`_get_zero_ckpt_prefix`)."""
 
@@ -125,7 +124,7 @@ class ZeroLayout:
             "module": {n: _copied(w, scratch) if n in stored else torch.empty(0) for n, w in weights.items()},
             **{"buffer_names": sorted(buffers), "shared_params": shared, "lr_scheduler": None},
             "param_shapes": [{name: torch.Size(state.weights[name].shape) for name in part.names} for part in parts],
-            **{"skipped_steps": 0, "global_steps": self.step, "global_samples": self.rows},
+            **{"skipped_steps": 0, "global_steps": self.step},
             **{"dp_world_size": self.ranks, "mp_world_size": 1, "ds_version": version("deepspeed")},
         }
 
