@@ -2,14 +2,17 @@
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from accel_fsdp.checkpoints import Damaged, Origin, Store, completeness, marker, store
+from accel_fsdp.training import stored
 
 FILES = {"pytorch_model_fsdp_0/__0_0.distcp": 30, "pytorch_model_fsdp_0/.metadata": 5, "trainer_state.json": 0}
 
@@ -143,6 +146,32 @@ def test_a_lost_object_is_damage(tmp_path: Path, uri: str) -> None:
     with pytest.raises(Damaged, match=r"checkpoint-8: trainer_state\.json is missing"):
         Store(uri).get("checkpoint-8", tmp_path / "got")
     assert not list((tmp_path / "got").glob("*8*"))
+
+
+def test_a_checkpoint_that_is_deleted_for_a_newer_one(
+    tmp_path: Path, uri: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its upload ends without a word, and the newer one is uploaded."""
+    run, put_file = tmp_path / "run", Store.put
+    ranks = {"process_index": 0, "local_process_index": 0, "world_size": 1, "save_on_each_node": False}
+    args = SimpleNamespace(checkpoint_uri=uri, output_dir=str(run), upload_timeout=60, **ranks)
+    uploads = stored.Uploads(SimpleNamespace(args=args, state=SimpleNamespace(best_model_checkpoint=None)), 1)
+    monkeypatch.setattr(stored, "PAUSE_SECONDS", 0.01)
+
+    def put_deleted(self: Store, folder: Path, name: str) -> None:
+        if folder.name == "checkpoint-2":
+            completeness.delete(folder)
+        put_file(self, folder, name)
+
+    monkeypatch.setattr(Store, "put", put_deleted)
+    old = checkpoint(run, 2, "a")
+    uploads.begin()
+    while old.exists():
+        time.sleep(0.01)
+    uploads.offer(checkpoint(run, 4, "b"))
+    assert uploads.finish() == ""
+    assert [name for name in Store(uri).checkpoints() if Store(uri).written(name).complete] == ["checkpoint-4"]
+    assert "can't be uploaded" not in capfd.readouterr().err
 
 
 URIS = ("s3://bucket", "gs://bucket/a b/c._-1", "abfs+x.y://host/run", "file:///folder/run")
