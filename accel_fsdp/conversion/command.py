@@ -21,10 +21,8 @@ from accel_fsdp.checkpoints import (
 from accel_fsdp.command_line import arg, positional
 from accel_fsdp.config import ANY_FSDP, MigrationTarget, zero_name
 from accel_fsdp.conversion import fsdp_files, training_state, zero_files
-from accel_fsdp.conversion.training_state import PARAMS, TrainingState
-from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.errors import UsageError, UserError, first_line
 from accel_fsdp.exporter import companion_files, refusals, transformers_probe
-from accel_fsdp.models import first_line
 from accel_fsdp.units import counted, gb_or_mb
 
 ENGINES_OWN = (
@@ -159,7 +157,7 @@ def _why(error: BaseException, out: Path, folder: Path) -> BaseException:
     )
 
 
-def _compare(checkpoint: Path, state: TrainingState, folder: Path) -> None:
+def _compare(checkpoint: Path, state: training_state.TrainingState, folder: Path) -> None:
     """Reads OUT as any checkpoint, and refuses a tensor or a group that differs from SRC's."""
     location = discover.look(folder)
     assert location is not None  # it was written just now
@@ -167,7 +165,7 @@ def _compare(checkpoint: Path, state: TrainingState, folder: Path) -> None:
     before, after = state.tensors, written.tensors
     differing = sorted(before.keys() ^ after.keys())
     differing += [name for name in before.keys() & after if not same_bytes(before[name], after[name])]
-    groups = [[sorted(group[PARAMS]) for group in part.filled_groups] for part in (state, written)]
+    groups = [[sorted(group[training_state.PARAMS]) for group in of.filled_groups] for of in (state, written)]
     if groups[0] != groups[1]:
         differing.append("the optimizer's groups")
     if differing:

@@ -5,7 +5,6 @@ FSDP1, FSDP2 and meshes read them on any number of ranks.
 
 import mmap
 import warnings
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ class _Planner(dcp.DefaultSavePlanner):  # type: ignore[misc, name-defined]
             return self.state_dict[index.fqn]
         if not stored.size_bytes:
             return stored.load()
-        shared = torch.frombuffer(self.buffer, dtype=stored.dtype, count=prod(stored.shape))  # not a view: it is cloned
+        shared = torch.frombuffer(memoryview(self.buffer)[: stored.size_bytes], dtype=stored.dtype)  # a view is cloned
         return shared.view(stored.shape).copy_(stored.load())
 
 

@@ -28,17 +28,16 @@ ALIGNED_ELEMENTS = 2
 SUB_GROUP_ELEMENTS = 1_000_000_000
 """ZeRO-3: a rank's elements from which on a group is divided, by default (`sub_group_size`)."""
 MASTER = torch.float32
-WEIGHTS = ""
-"""The key of a part's weights, beside those of its moments."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A group of the optimizer's parameters, or in ZeRO-3 a part of one; `vectors` has those of all ranks by key."""
+    """A group of the optimizer's parameters, or in ZeRO-3 a part of one, with each rank's share of it."""
 
     group: int
     names: list[str]
-    vectors: dict[str, list[torch.Tensor]]
+    weights: list[torch.Tensor]
+    states: list[dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -64,20 +63,14 @@ class ZeroLayout:
         inner, prefix = folder / f"{file_names.GLOBAL_STEP}{self.step}", file_names.BF16 if self.is_bf16 else ""
         inner.mkdir()
         (folder / file_names.LATEST).write_text(inner.name)
-        moments = next(iter(state.moments.values()), {})
-        keys = [WEIGHTS, *(key for key, moment in moments.items() if moment.shape)]
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            parts = [
-                _Part(group, names, {key: self._vectors(state, names, key, scratch) for key in keys})
-                for group, names in self._divided(state)
-            ]
+            parts = [self._part(state, group, names, scratch) for group, names in self._divided(state)]
             model = self._model(state, parts, scratch)
-            for rank in range(self.ranks):
-                of_rank = f"{file_names.ZERO_RANK}{rank}_mp_rank_00"
-                if self.stage == 3 or rank == 0:
-                    name = of_rank if self.stage == 3 else "mp_rank_00"
-                    torch.save(model, inner / f"{name}_model_states.pt")
-                torch.save(self._optimizer(state, parts, rank), inner / f"{prefix}{of_rank}_optim_states.pt")
+            of_ranks = [f"{file_names.ZERO_RANK}{rank}_mp_rank_00" for rank in range(self.ranks)]
+            for name in of_ranks if self.stage == 3 else ["mp_rank_00"]:
+                torch.save(model, inner / f"{name}_model_states.pt")
+            for rank, name in enumerate(of_ranks):
+                torch.save(self._optimizer(state, parts, rank), inner / f"{prefix}{name}_optim_states.pt")
 
     def _divided(self, state: TrainingState) -> Iterator[tuple[int, list[str]]]:
         """The number of each part's group, and the names of its parameters in the order of the model."""
@@ -92,9 +85,19 @@ class ZeroLayout:
             if names:
                 yield number, names
 
-    def _vectors(self, state: TrainingState, names: list[str], key: str, scratch: str) -> list[torch.Tensor]:
-        """The ranks' shares of the vector of these weights, or of their moments under `key`."""
-        tensors = [state.weights[name] if key == WEIGHTS else state.moments[name][key] for name in names]
+    def _part(self, state: TrainingState, group: int, names: list[str], scratch: str) -> _Part:
+        weights = self._vectors([state.weights[name] for name in names], scratch, padded=self.stage == 3)
+        of_names = [state.moments.get(name, {}) for name in names]
+        keys = [key for key, moment in of_names[0].items() if moment.shape]
+        moments = {key: self._vectors([of_name[key] for of_name in of_names], scratch) for key in keys}
+        numbers = [{k: m.load() for k, m in of_name.items() if not m.shape} for of_name in of_names]  # such as `step`
+        if any(other != numbers[0] for other in numbers):
+            raise _unfit("the weights of a group were trained for different numbers of steps")
+        states = [{key: vectors[rank] for key, vectors in moments.items()} | numbers[0] for rank in range(self.ranks)]
+        return _Part(group, names, weights, states)
+
+    def _vectors(self, tensors: list[Stored], scratch: str, padded: bool = True) -> list[torch.Tensor]:
+        """The ranks' shares of the vector of these tensors; without padding at the end unless it is `padded`."""
         counts = [prod(tensor.shape) for tensor in tensors]
         parts = self.ranks if self.stage == 3 else 1  # of each parameter
         shares = [-(-count // parts) for count in counts]
@@ -102,9 +105,9 @@ class ZeroLayout:
         whole = _mapped(scratch, width * self.ranks)
         places = torch.split(whole[: parts * sum(shares)].view(parts, -1), shares, dim=1)
         for tensor, count, place in zip(tensors, counts, places, strict=True):
-            padded = functional.pad(flat(tensor.load()), (0, place.numel() - count))
-            place.copy_(padded.view(place.shape))
-        end = sum(counts) if self.stage < 3 and key == WEIGHTS else len(whole)  # those weights have no padding
+            elements = functional.pad(flat(tensor.load()), (0, place.numel() - count))
+            place.copy_(elements.view(place.shape))
+        end = len(whole) if padded else sum(counts)
         bounds = [min(rank * width, end) * MASTER.itemsize for rank in range(self.ranks + 1)]
         # torch.save writes whole storages, so that each rank gets one that is a part of the file
         return [torch.empty(0).set_(whole.untyped_storage()[low:high]) for low, high in pairwise(bounds)]
@@ -129,16 +132,13 @@ class ZeroLayout:
         }
 
     def _optimizer(self, state: TrainingState, parts: list[_Part], rank: int) -> dict[str, Any]:
-        states: dict[int, dict[str, torch.Tensor]] = {}
-        for number, part in enumerate(parts):
-            states[number] = {key: vectors[rank] for key, vectors in part.vectors.items() if key != WEIGHTS}
-            states[number] |= _numbers(state, part.names)
+        states = {number: part.states[rank] for number, part in enumerate(parts)}
         groups = [
             {**group, PARAMS: [number for number, part in enumerate(parts) if part.group == index]}
             for index, group in enumerate(state.filled_groups)
         ]
         flat, inner = deepspeed.KEYS[self.stage]
-        own = [part.vectors[WEIGHTS][rank] for part in parts]
+        own = [part.weights[rank] for part in parts]
         stored = {
             **{"zero_stage": self.stage, "partition_count": self.ranks, "ds_version": version("deepspeed")},
             **{"loss_scaler": _no_scaler(), "dynamic_loss_scale": False, "overflow": False},
@@ -170,14 +170,6 @@ def _check(state: TrainingState, description: Description) -> None:
         raise _unfit("some weights have no optimizer state")
     if frozen := sorted(parameters - trained - {name for group in description.ties for name in group}):
         raise _unfit(f"{frozen[0]} is not trained")
-
-
-def _numbers(state: TrainingState, names: list[str]) -> dict[str, torch.Tensor]:
-    """The part of the state that a group's weights share, such as `step`."""
-    numbers = [{k: m.load() for k, m in state.moments.get(name, {}).items() if not m.shape} for name in names]
-    if any(other != numbers[0] for other in numbers):
-        raise _unfit("the weights of a group were trained for different numbers of steps")
-    return numbers[0]
 
 
 def _unfit(what: str) -> UserError:
