@@ -1,10 +1,12 @@
-"""Well-formed files as people write them, not as the wizard does: the linter leaves them alone, their model known."""
+"""What is right is clean, also with --strict: files of libraries, ours, of public recipes, and as people write them."""
 
 from pathlib import Path
 
 import pytest
+from accelerate.commands.config.default import write_basic_config
+from conftest import ROOT
 
-from accel_fsdp import linter
+from accel_fsdp import cli, linter
 
 LLAMA, QWEN, GPT2, MIXTRAL = (
     "meta-llama/Llama-3.1-8B",
@@ -35,12 +37,10 @@ VARIANTS: dict[str, tuple[str, str]] = {
     "GPT-2": (GPT2, V2.replace("LlamaDecoderLayer", "GPT2Block")),
     "experts": (MIXTRAL, V2.replace("Llama", "Mixtral")),
     "two classes": (LLAMA, V2.replace("LlamaDecoderLayer", "LlamaDecoderLayer,Embedding")),
-    "DDP": (LLAMA, "distributed_type: MULTI_GPU\nmixed_precision: bf16\nnum_processes: 8\ngpu_ids: all\n"),
     "DDP on CPU": (GPT2, "distributed_type: MULTI_CPU\nmixed_precision: 'no'\nnum_processes: 2\nuse_cpu: true\n"
                    "mpirun_config: {mpirun_hostfile: hosts}\n"),
     "mpirun without an engine": (GPT2, "distributed_type: 'NO'\nmixed_precision: 'no'\nnum_processes: 2\n"
                                  "use_cpu: true\nmpirun_config: {mpirun_hostfile: hosts}\n"),
-    "one GPU, no engine": (GPT2, "distributed_type: 'NO'\nmixed_precision: bf16\nnum_processes: 1\n"),
     "ZeRO-2": (LLAMA, DEEPSPEED + "2\n  gradient_accumulation_steps: auto\n  gradient_clipping: auto\n"),
     "ZeRO-3 with offload": (LLAMA, DEEPSPEED + "3\n  offload_optimizer_device: cpu\n  offload_param_device: cpu\n"
                             "  zero3_init_flag: true\n  zero3_save_16bit_model: true\n"),
@@ -113,3 +113,60 @@ def test_a_public_recipe_has_true_findings_only(name: str, tmp_path: Path) -> No
     args.write_text(command)
     findings = linter.lint(path, linter.LintOptions(args=args, strict=True))
     assert {finding.code for finding in findings if finding.severity != "note"} == codes
+
+
+SHIPPED = sorted((Path(__file__).parent / "shipped").glob("*/*.yaml"))
+ON_THE_COMMAND_LINE = {"slurm_fsdp": "accelerate launch --num_processes 8 --num_machines 2 --main_process_ip $IP x.py"}
+"""What the example's own job script gives the launcher."""
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_a_file_of_a_library_passes(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder as the examples want it: DeepSpeed's files are where they say."""
+    for name in ("deepspeed_config_templates/zero_stage1_config.json", "work/sp-alst.ds-config.json"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("{}")
+    monkeypatch.chdir(tmp_path / "work")
+    args = None
+    if path.stem in ON_THE_COMMAND_LINE:
+        (args := tmp_path / "args.sh").write_text(ON_THE_COMMAND_LINE[path.stem])
+    options = linter.CheckCommand(files=(path,), args=args, strict=True)
+    assert [(f.code, f.what) for f in linter.lint(path, options) if f.severity != "note"] == []
+    assert linter.lint_all(options) == 0
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_the_basic_config_passes(precision: str, tmp_path: Path) -> None:
+    """It is JSON, and what `accelerate config default` writes."""
+    path = tmp_path / "default_config.json"
+    assert write_basic_config(precision, str(path)) == path
+    assert linter.lint_all(linter.CheckCommand(files=(path,), strict=True)) == 0
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "accelerate_configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_our_own_files_pass(path: Path) -> None:
+    """With the arguments of their headers."""
+    assert cli.call(["check", "--strict", str(path)]) == 0
+
+
+def test_a_file_in_float32_passes_with_our_script(tmp_path: Path) -> None:
+    path = tmp_path / "fsdp.yaml"
+    words = ["--model", LLAMA, "--gpus", "8xH100-80GB", "--mixed-precision", "no", "-o", str(path)]
+    assert cli.call(["config", "--yes", *words]) == 0
+    assert "train/sft.py" in path.read_text()
+    assert cli.call(["check", "--strict", str(path), "--model", LLAMA]) == 0
+
+
+USUAL = "rdzv_backend: static\nsame_network: true\nenable_cpu_affinity: false\ndowncast_bf16: 'no'\nuse_cpu: false\n"
+DDP = "distributed_type: MULTI_GPU\nmixed_precision: bf16\nnum_processes: 2\n"
+TRAINER = "--bf16 --learning_rate 1e-5 --per_device_train_batch_size 1 --gradient_accumulation_steps 4 --output_dir out"
+TRAINER += " --eval_strategy steps --save_strategy steps --logging_steps 10 --num_train_epochs 3 --max_length 4096"
+
+
+@pytest.mark.parametrize("words", ["", f"accelerate launch --config_file f.yaml train.py {TRAINER}", TRAINER])
+@pytest.mark.parametrize("text", [V2, V2 + USUAL, DDP + USUAL])
+def test_ordinary_arguments_of_trainer_pass(text: str, words: str, tmp_path: Path) -> None:
+    """Beside a faultless bf16 file, also as `accelerate config` writes it: not even a note."""
+    (path := tmp_path / "fsdp.yaml").write_text(text)
+    (args := tmp_path / "args").write_text(words)
+    assert linter.lint(path, linter.LintOptions(args=args if words else None)) == []
