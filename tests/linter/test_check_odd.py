@@ -64,18 +64,6 @@ def test_an_odd_file_ends_well(name: str, tmp_path: Path) -> None:
     assert time.process_time() - start < SECONDS
 
 
-@pytest.mark.parametrize("value", ["{}", "'{}'", "[1, {}]", "0x{}", "-{}", "{}.5"])
-@pytest.mark.parametrize("name", ["odd.yaml", "odd.json"])
-def test_a_number_of_thousands_of_digits_is_named(value: str, name: str, tmp_path: Path) -> None:
-    """Python converts 4,300 at most, and the parsers don't say which number it was."""
-    path, text = tmp_path / name, value.format("9" * 5000)
-    path.write_text(
-        f'{{\n"num_processes": {text}}}' if name.endswith("json") else f"debug: true\nnum_processes: {text}\n"
-    )
-    with pytest.raises(UsageError, match=rf"{path}:2: a number of more than 1,000 characters\n"):
-        linter.lint(path, linter.LintOptions())
-
-
 @pytest.mark.parametrize("place", ["/dev/zero", "pipe", "folder", "/dev/null"])
 def test_what_is_no_file_ends_well(place: str, tmp_path: Path) -> None:
     path = tmp_path / place

@@ -23,7 +23,7 @@ from accelerate.utils import (
     launch,
 )
 from accelerate.utils.dataclasses import FP8BackendType, TERecipeKwargs
-from checking import DS, V1, V2, codes_of, finding, findings, repaired, subject
+from checking import DS, SIZE, V1, V2, codes_of, finding, findings, repaired, subject
 from conftest import accel_fsdp, here
 from jsonschema import Draft7Validator
 
@@ -38,7 +38,8 @@ EIGHT = V2.replace("num_processes: 2", "num_processes: 8")
 DDP = "distributed_type: MULTI_GPU\nmixed_precision: bf16\nnum_processes: 8\n"
 ONE = "distributed_type: 'NO'\nmixed_precision: 'no'\nnum_processes: 1\n"
 ZERO = DS + "  zero_stage: 2\n"
-READ_BY_ALL = V1 + "  fsdp_cpu_ram_efficient_loading: false\n  fsdp_sync_module_states: false\n"
+EACH = "  fsdp_cpu_ram_efficient_loading: false\n  fsdp_sync_module_states: false\n"
+READ_BY_ALL = V1 + EACH
 TWO = "num_machines: 2\nmain_process_ip: localhost\nmachine_rank: 1\n"
 
 
@@ -96,6 +97,16 @@ REFUSED: dict[str, tuple[str, str]] = {
     "no such backend": ("AF203", EIGHT + "dynamo_config: {dynamo_backend: INDUCTR}\n"),
     "a mesh's backend in capitals": ("AF203", ROWS + "  parallelism_config_cp_backend: TORCH\n"),
     "a mesh's strategy in capitals": ("AF203", ROWS + "  parallelism_config_cp_comm_strategy: ALLTOALL\n"),
+    "no such version": ("AF203", EIGHT.replace("version: 2", "version: 3")),
+    "a version as a float": ("AF203", EIGHT.replace("version: 2", "version: 2.0")),
+    "no such strategy": ("AF203", READ_BY_ALL + "  fsdp_sharding_strategy: ZERO3\n"),
+    "offload without a value": ("AF202", READ_BY_ALL + "  fsdp_offload_params:\n"),
+    **{
+        f"a size of {number}": ("AF205", SIZE + EACH + f"  fsdp_min_num_params: {number}\n")
+        for number in ("1e8", "1.0e8", "1.0e+8")  # YAML 1.1 makes it text or a float
+    },
+    "a strategy for resharding": ("AF304", EIGHT + "  fsdp_reshard_after_forward: FULL_SHARD\n"),
+    "local state dicts": ("AF309", EIGHT + "  fsdp_state_dict_type: LOCAL_STATE_DICT\n"),
     "precision no": ("AF201", EIGHT.replace("'no'", "no")),
     "a number of a GPU": ("AF207", DDP + "gpu_ids: 0\n"),
     "backend no": ("AF201", EIGHT + "dynamo_config: {dynamo_backend: no}\n"),
@@ -142,8 +153,11 @@ def test_what_accelerate_stops_at_is_found(name: str, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 2}}')
     text = text.replace("FILE", str(tmp_path / "ds.json"))
     assert code in {finding.code for finding in findings(text, tmp_path) if finding.severity == "error"}
-    with pytest.raises((ValueError, TypeError, OverflowError, AttributeError, KeyError)):
+    with pytest.raises((ValueError, TypeError, OverflowError, AttributeError, KeyError)) as stopped:
         accelerate_takes(text, tmp_path)
+    said = f"{type(stopped.value).__name__}: {stopped.value}".lower()
+    quoted = finding(code, text, tmp_path).why.partition("stops: ")[2].lower()
+    assert quoted in said or code in ("AF208", "AF316")  # which say it in other words
 
 
 UNREAD: dict[str, tuple[str, str]] = {
@@ -183,6 +197,8 @@ TAKEN: dict[str, str] = {
     "sizes without a value, one process": ONE + mesh(dp_shard=""),
     "processes without a value, one process": ONE.replace("es: 1", "es:"),
     "shards and tp": EIGHT + mesh(dp_shard=4, tp=2),
+    "a size": SIZE + EACH + "  fsdp_min_num_params: 100\n",
+    "resharding": EIGHT + "  fsdp_reshard_after_forward: true\n",
     "state dict by number": EIGHT + "  fsdp_state_dict_type: 1\n",
     "state dict in small letters": EIGHT + "  fsdp_state_dict_type: full_state_dict\n",
     "file and launcher": DS.replace("mixed_precision: bf16\n", "")
