@@ -17,8 +17,6 @@ from accel_fsdp.linter.rules import RULES, Finding, Severity
 from accel_fsdp.units import counted
 
 COLOURS: dict[Severity, str] = {"error": "red", "warning": "yellow", "note": "cyan"}
-COMMANDS: dict[Severity, str] = {"error": "error", "warning": "warning", "note": "notice"}
-"""The commands by which a step of GitHub Actions annotates a file."""
 SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 UNREADABLE = "unreadable"
 """The code of a file that can't be linted, in the formats for programs."""
@@ -100,7 +98,8 @@ def annotation(name: str, finding: Finding) -> str:
     file = _relative(name).as_posix() if _is_file(name) else ""
     properties = {"file": file, "line": finding.line, "col": finding.column, "title": finding.code}
     words = ",".join(f"{key}={_escaped(str(value), ',:')}" for key, value in properties.items() if value)
-    return f"::{COMMANDS[finding.severity]} {words}::{_escaped(_message(finding))}"
+    kind = "notice" if finding.severity == "note" else finding.severity
+    return f"::{kind} {words}::{_escaped(_message(finding))}"
 
 
 def _escaped(text: str, more: str = "") -> str:

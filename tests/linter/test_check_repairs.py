@@ -23,6 +23,13 @@ BARE, QUOTED = (f"distributed_type: {{}}\nnum_processes: 1\nmixed_precision: {no
 LAYER = V2.replace("LlamaDecoderLayer", "{}")
 VERSION = V2.replace("version: 2", "version: {}") + RESHARD.format("false")
 SAME = ""
+ONE_UNIT = "fsdp_version: 2, fsdp_auto_wrap_policy: NO_WRAP, fsdp_ofload_params: true"
+FLOWS = (
+    f"{{distributed_type: FSDP, num_processes: 2, fsdp_config: {{{ONE_UNIT}}}}}\n",
+    f"distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {{{ONE_UNIT}}}\n",
+    f"distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {{\n  # why\n  {ONE_UNIT}\n}}\n",
+    f"{{\n  distributed_type: FSDP,\n  num_processes: 2,\n  fsdp_config: {{\n    {ONE_UNIT},\n  }},\n}}\n",
+)
 REPAIRS: list[tuple[str, str, str]] = [
     ("AF101", V2.partition("\n")[2], V2),
     ("AF101", DS.partition("\n")[2] + "  zero_stage: 2\n", DS + "  zero_stage: 2\n"),
@@ -36,6 +43,7 @@ REPAIRS: list[tuple[str, str, str]] = [
     *(("AF103", V2.replace("fsdp_version", word), V2) for word in ("fsdp_verison", "fsdp_verion")),
     ("AF103", V2.replace("wrap_policy", "wrap_polcy"), V2),
     ("AF103", V1 + "  use_orig_param: true\n", V1 + "  fsdp_use_orig_params: true\n"),
+    *(("AF103", text, text.replace("ofload", "offload")) for text in FLOWS),
     ("AF107", NVME.format("cpu") + "  offload_param_nvme_path: /local\n", NVME.format("cpu")),
     *(("AF201", BARE.format(word, word.lower()), QUOTED.format("'NO'")) for word in ("NO", "off", "false")),
     *(("AF203", VERSION.format(word), VERSION.format(2)) for word in ("2.0", "v2", "'2.0'", "fsdp2")),
@@ -62,12 +70,13 @@ REPAIRS: list[tuple[str, str, str]] = [
 
 @pytest.mark.parametrize(("code", "text", "after"), REPAIRS)
 def test_a_repair_has_one_right_answer(code: str, text: str, after: str, tmp_path: Path) -> None:
-    """A file without one stays as it is, unwritten."""
+    """It keeps flow style. A file without one stays as it is, unwritten."""
     (path := tmp_path / "fsdp.yaml").write_text(text)
     before = path.stat().st_mtime_ns
     assert code in {finding.code for finding in linter.lint(path, linter.LintOptions())}
     linter.lint(path, linter.LintOptions(fix=True))
     assert yaml.safe_load(path.read_text()) == yaml.safe_load(after or text)
+    assert path.read_text().count("{") == (after or text).count("{")
     if not after:
         assert (path.stat().st_mtime_ns, path.read_text()) == (before, text)
 
@@ -130,24 +139,6 @@ def test_a_choice_between_versions_is_left_to_the_user(value: str, version: str,
         assert choice.edits == ()
         assert "fsdp_version: 2" in choice.fix
         assert "fsdp_version: 1" in choice.fix
-
-
-FLOWS = {
-    "all": "{distributed_type: FSDP, num_processes: 2, fsdp_config: {fsdp_version: 2, fsdp_ofload_params: true}}\n",
-    "a section": "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2, fsdp_ofload_params: true}\n",
-    "over lines": "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {\n  fsdp_version: 2,  # why\n"
-    "  fsdp_ofload_params: true\n}\n",
-    "indented": "{\n  distributed_type: FSDP,\n  num_processes: 2,\n  fsdp_config: {\n    fsdp_version: 2,\n"
-    "    fsdp_ofload_params: true,\n  },\n}\n",
-}
-
-
-@pytest.mark.parametrize("style", FLOWS)
-def test_flow_style_stays(style: str, tmp_path: Path) -> None:
-    after = repaired(FLOWS[style], tmp_path)
-    section = yaml.safe_load(after)["fsdp_config"]
-    assert (section["fsdp_offload_params"], section["fsdp_auto_wrap_policy"]) == (True, "TRANSFORMER_BASED_WRAP")
-    assert after.count("{") == FLOWS[style].count("{")
 
 
 SHIPPED = Path(__file__).parent / "shipped/trl"

@@ -27,10 +27,6 @@ VARIANTS: dict[str, tuple[str, str]] = {
     "keys without the prefix": (LLAMA, V2.replace("  fsdp_", "  ")),
     "one line": (LLAMA, BF16 + "fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, "
                  "fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer}\n"),
-    "strategy by name": (LLAMA, V1 + "  fsdp_sharding_strategy: SHARD_GRAD_OP\n"),
-    "checkpointing": (LLAMA, V2 + "  fsdp_activation_checkpointing: true\n"),
-    "size-based": (LLAMA, BF16 + "fsdp_config:\n  fsdp_version: 1\n  fsdp_auto_wrap_policy: SIZE_BASED_WRAP\n"
-                   "  fsdp_min_num_params: 100000000\n"),
     "a mesh of replicas": (LLAMA, V2.replace("num_machines: 1", "num_machines: 2\n"
                            "main_process_ip: 10.0.0.1\nmain_process_port: 29500")
                            .replace("num_processes: 8", "num_processes: 16") + MESH.format(2, 8)),
@@ -41,7 +37,6 @@ VARIANTS: dict[str, tuple[str, str]] = {
                    "mpirun_config: {mpirun_hostfile: hosts}\n"),
     "mpirun without an engine": (GPT2, "distributed_type: 'NO'\nmixed_precision: 'no'\nnum_processes: 2\n"
                                  "use_cpu: true\nmpirun_config: {mpirun_hostfile: hosts}\n"),
-    "ZeRO-2": (LLAMA, DEEPSPEED + "2\n  gradient_accumulation_steps: auto\n  gradient_clipping: auto\n"),
     "ZeRO-3 with offload": (LLAMA, DEEPSPEED + "3\n  offload_optimizer_device: cpu\n  offload_param_device: cpu\n"
                             "  zero3_init_flag: true\n  zero3_save_16bit_model: true\n"),
     "ZeRO by pdsh": (LLAMA, "num_machines: 2\n" + DEEPSPEED + "2\n  deepspeed_multinode_launcher: pdsh\n"
@@ -51,7 +46,6 @@ VARIANTS: dict[str, tuple[str, str]] = {
     "a machine's own file": (LLAMA, V2.replace("num_machines: 1", "num_machines: 1\nmachine_rank: 0\n"
                              "main_process_port: 29501")),
     "ignored modules": (LLAMA, V2 + "  fsdp_ignored_modules: 'model\\.(embed_tokens|norm)'\n"),
-    "a mesh of ones": (LLAMA, V2 + MESH.format(1, 1)),
     "sections that stay empty": (LLAMA, V2 + "deepspeed_config: {}\nparallelism_config: {}\ndynamo_config: {}\n"),
     "compiled by layers": (LLAMA, V2 + "dynamo_config: {backend: inductor, use_regional_compilation: true}\n"),
     "FP8": (LLAMA, V2.replace("bf16", "fp8") + "fp8_config: {backend: TE, fp8_format: HYBRID, amax_history_len: 16,"

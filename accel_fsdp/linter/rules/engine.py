@@ -94,19 +94,19 @@ def combined(
     *names: str,
     seen: str,
     only: Callable[[Subject], bool] = lambda subject: True,
-    edits: Callable[[Subject], tuple[Edit, ...]] = lambda subject: (),
+    edit: tuple[Edit, ...] = (),
 ) -> Row:
     """A row about the rows with these names in the table of combinations, for `only` some jobs."""
 
     def when(subject: Subject) -> Cases:
         engine_key = "fsdp_config.fsdp_version" if subject.is_fsdp else "distributed_type"
         return [
-            {"what": clash.what, "why": clash.why, "fix": clash.fix, "edits": edits(subject), "engine": engine_key}
+            {"what": clash.what, "why": clash.why, "fix": clash.fix, "engine": engine_key}
             for clash in clashes(subject.job)
             if clash.name in names and not (clash.mended and subject.uses_sft) and only(subject)
         ]
 
-    return Row(code, severity, key, "{what}", "{why}", "{fix}", when, seen=seen, of=names)
+    return Row(code, severity, key, "{what}", "{why}", "{fix}", when, edit, seen=seen, of=names)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ ONLY_1 = ("fsdp_sharding_strategy", "fsdp_backward_prefetch", "fsdp_use_orig_par
 """Keys that show that FSDP1 is meant."""
 TO_SHARDED = (Edit(SECTION, "fsdp_state_dict_type", "SHARDED_STATE_DICT"),)
 TO_WRAP = Edit(SECTION, "fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
+TO_LAYERS = (TO_WRAP, Edit(SECTION, "fsdp_min_num_params"))
 ONE_UNIT = "every rank gathers the whole model at once"
 
 
@@ -57,9 +58,9 @@ def _reshard_under_fsdp1(subject: Subject) -> Cases:
     if subject.has("fsdp_version") and subject.fsdp("fsdp_version") is None:
         return None  # AF202
     fix, edits = _instead_of_reshard(subject)
-    value, reshards = str(subject.fsdp("fsdp_reshard_after_forward")).upper(), RESHARDS.get(subject.strategy)
-    is_same = value == subject.strategy or (value.lower() in TRUE_WORDS and reshards is True)
-    is_same = is_same or (value.lower() in FALSE_WORDS and reshards is False)
+    value = str(subject.fsdp("fsdp_reshard_after_forward")).upper()
+    words = {True: TRUE_WORDS, False: FALSE_WORDS}.get(RESHARDS.get(subject.strategy), ())
+    is_same = value == subject.strategy or value.lower() in words
     severity = "note" if is_same else "warning" if subject.has("fsdp_sharding_strategy") else None
     same = ", the same strategy" if is_same else ""
     return {"strategy": subject.strategy, "same": same, "fix": fix, "edits": edits, "severity": severity}
@@ -136,11 +137,6 @@ def _wraps_nothing(subject: Subject) -> Cases:
     too_large = smallest.isdecimal() and 0 < largest < int(smallest)
     size = largest * 9 // 10 or "just under the size of a layer"
     return {"smallest": smallest, "size": size} if smallest == "0" or too_large else None
-
-
-def _size_based(subject: Subject) -> tuple[Edit, ...]:
-    size = (Edit(SECTION, "fsdp_min_num_params"),) if subject.has("fsdp_min_num_params") else ()
-    return (TO_WRAP, *size)
 
 
 def _flattened(subject: Subject) -> Cases:
@@ -221,13 +217,13 @@ ROWS = (
         "AF306", "warning", POLICY, "fsdp_auto_wrap_policy{policy}", f"{ONE_UNIT}{{unused}}",
         "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP", _no_policy, seen="P09 plugin ranks",
     ),
-    combined("AF307", "error", POLICY, "size-based-fsdp2", seen="P27 ranks", edits=_size_based),
+    combined("AF307", "error", POLICY, "size-based-fsdp2", seen="P27 ranks", edit=TO_LAYERS),
     Row(
         "AF308", "warning", f"{SECTION}.fsdp_min_num_params",
         "with fsdp_min_num_params {smallest} no layer becomes a unit",
         ONE_UNIT, "fsdp_min_num_params: {size}", _wraps_nothing, seen="P28 plugin ranks",
     ),
-    combined("AF309", "error", STATE, "local-state-fsdp2", seen="P68 P71 plugin", edits=lambda s: TO_SHARDED),
+    combined("AF309", "error", STATE, "local-state-fsdp2", seen="P68 P71 plugin", edit=TO_SHARDED),
     Row(
         "AF310", "warning", STATE, "LOCAL_STATE_DICT checkpoints do not reshard",
         "a run can't be resumed on another number of GPUs", "fsdp_state_dict_type: SHARDED_STATE_DICT",
