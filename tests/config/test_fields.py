@@ -102,14 +102,6 @@ def test_a_mesh_key_reaches_the_ranks(field: Field, tmp_path: Path) -> None:
     assert seen[variable_of(field)].lower() == str(value).lower()
 
 
-@pytest.mark.pain("P41")
-@pytest.mark.parametrize("name", ["dp_replicate_size", "dp_shard_size", "tp_size"])
-def test_a_mesh_key_without_its_prefix_is_dropped(name: str, tmp_path: Path) -> None:
-    """AF105: red when Accelerate adds the prefix here too."""
-    seen = environment(tmp_path, fsdp_config={"fsdp_version": 2}, parallelism_config={name: 2})
-    assert seen[f"PARALLELISM_CONFIG_{name.upper()}"] == "1"
-
-
 @pytest.mark.parametrize(
     ("key", "value", "kept"),
     [("rdzv_backend", "c10d", "static"), ("same_network", True, False), ("enable_cpu_affinity", True, False)],

@@ -99,6 +99,20 @@ def test_what_a_parser_cannot_take_is_named_with_its_line(line: str, command: st
     assert f"bad.yaml:2: {REFUSED[line]}" in message
 
 
+@pytest.mark.parametrize("command", ["check", "config", "launch"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1\nb: 2\n", "bad.yaml:2:2: expected ',' or ']'"),
+        ("just text\n", "bad.yaml is a single value, not a mapping"),
+        ("- a\n", "bad.yaml is a list, not a mapping"),
+        ("", "bad.yaml holds no keys"),
+    ],
+)
+def test_what_is_no_mapping_is_refused(text: str, message: str, command: str, refusal: Callable[..., str]) -> None:
+    assert message in refusal(command, text)
+
+
 def test_a_json_file_has_the_same_limits(tmp_path: Path, refusal: Callable[..., str]) -> None:
     many = {"distributed_type": "FSDP", "gpu_ids": [1] * 30_000}
     assert "values" in refusal("check", json.dumps(many, indent=0), "bad.json")

@@ -30,7 +30,6 @@ ADDRESS = "num_machines: 2\nmain_process_ip: "
 GOLDEN: dict[str, tuple[str, str]] = {
     "AF103": (V2 + "  fsdp_ofload_params: true\n", V2 + "  offload_params: true\n"),
     "AF104": (V1 + "  fsdp_backward_prefetch_policy: BACKWARD_PRE\n", V1 + "  fsdp_backward_prefetch: BACKWARD_PRE\n"),
-    "AF105": (V2 + "parallelism_config: {dp_shard_size: 2}\n", V2 + MESH),
     "AF107": (V2 + "rdzv_backend: c10d\n", V2 + "main_process_port: 29501\n"),
     "AF108": (V2 + "  offload_params: true\n  fsdp_offload_params: true\n", V2 + "  offload_params: true\n"),
     "AF206": (V2.replace("LlamaDecoderLayer", "[LlamaDecoderLayer]"), V2.replace("Layer\n", "Layer,Linear\n")),
@@ -50,7 +49,6 @@ GOLDEN: dict[str, tuple[str, str]] = {
         TOP + "fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: NO_WRAP, fsdp_activation_checkpointing: true}\n",
         V2 + "  fsdp_activation_checkpointing: true\n",
     ),
-    "AF314": (V2.replace("FSDP", "MULTI_GPU"), V2),
     "AF317": (V1 + "  fsdp_use_orig_params: false\n", V1 + "  fsdp_use_orig_params: true\n"),
     "AF318": (V1.replace("'no'", "bf16"), V2.replace("'no'", "bf16")),
     "AF320": (V2.replace("FSDP", "XLA"), V2),
@@ -62,7 +60,6 @@ GOLDEN: dict[str, tuple[str, str]] = {
     "AF328": (HYBRID + f"{ADDRESS}a\n", HYBRID.replace("es: 2", "es: 4") + f"{ADDRESS}a\n"),
     "AF402": (V2 + "num_machines: 3\nmain_process_ip: a\n", V2 + f"{ADDRESS}a\n"),
     "AF403": (V2 + "num_machines: 2\n", V2 + f"{ADDRESS}a\n"),
-    "AF405": (DDP + "use_cpu: true\n", DDP.replace("GPU", "CPU") + "use_cpu: true\n"),
     "AF406": (DS + "  zero_stage: 3\n", ZERO3),
     "AF407": (V2.replace("num_processes: 2", "num_processes: 0"), V2),
     "AF411": (V2 + f"{ADDRESS}a\nmachine_rank: 2\n", V2 + f"{ADDRESS}a\nmachine_rank: 1\n"),
@@ -178,6 +175,7 @@ FACTS: dict[str, tuple[Subject, Subject]] = {
 }
 PAIRS = {**{code: (subject(bad), subject(good)) for code, (bad, good) in GOLDEN.items()}, **FACTS}
 BAD = {code: text for code, text in REFUSED.values() if "FILE" not in text}
+BAD |= {code: text for code, text, _ in UNREAD if code != "AF111"}  # a key that stands twice is not repaired
 BAD |= {code: bad for code, (bad, _) in GOLDEN.items()}
 """A faulty file for each rule about the file alone."""
 
@@ -195,7 +193,7 @@ def test_rule(code: str) -> None:
 
 
 def test_every_rule_has_a_pair_and_a_case_that_was_seen() -> None:
-    assert {*PAIRS, *UNREAD, *(code for code, _ in REFUSED.values())} == set(RULES)
+    assert {*PAIRS, *(row[0] for row in (*UNREAD, *REFUSED.values()))} == set(RULES)
     ids = {f"P{number:02}" for number in range(1, 108)}
     assert [code for code, rule in RULES.items() if not set(rule.seen) - ids] == []
     of_rules = ids.intersection(word for rule in RULES.values() for word in rule.seen)

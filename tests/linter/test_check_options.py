@@ -11,6 +11,7 @@ from conftest import SFT, here, run
 from accel_fsdp import linter
 from accel_fsdp.linter.rules import RULES
 
+DRY = "launch --dry-run"
 RETIRED = "  fsdp_backward_prefetch_policy: BACKWARD_PRE"
 FILES = {
     "good.yaml": V2,
@@ -54,6 +55,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("check two.yaml --strict", 1, "takes it and the machine's number from SLURM, Kubernetes and SkyPilot"),
         ("check two.yaml --args launched.sh", 1, "error AF403"),
         ("check engine.yaml --strict", 0, "clean"),
+        ("check good.yaml --args none", 2, "fix: --args FILE, which holds"),
         ("check none.yaml", 2, "error: cannot read none.yaml"),
         ("check none.yaml typo.yaml", 2, "error: cannot read none.yaml"),
         ("check none.yaml typo.yaml", 2, "typo.yaml:8: error AF103"),
@@ -77,6 +79,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("check --stdin-filename b.yaml a.yaml", 2, "--stdin-filename b.yaml with files"),
         ("check --stdin-filename b.yaml a.yaml -", 2, "--stdin-filename b.yaml with files"),
         ("launch good.yaml train.py --no-check", 2, "--no-check after SCRIPT"),
+        (f"{DRY} good.yaml train.py --optim adafactor", 1, "AF604"),
+        (f"{DRY} good.yaml train.py --optim adafactor", 1, "--no-check launches it as it is"),
+        (f"{DRY} --no-check good.yaml train.py --optim adafactor", 0, "AF604"),
+        (f"{DRY} --no-check good.yaml train.py --optim adafactor", 0, "good.yaml train.py --optim adafactor"),
+        (f"{DRY} good.yaml train.py --label_smoothing_factor 0.1", 1, "AF630"),
+        (f"{DRY} good.yaml {SFT} --label_smoothing_factor 0.1", 0, "label_smoothing"),  # which train/sft.py mends
+        (f"{DRY} good.yaml train.py", 0, "warning AF901: train.py:4"),
+        (f"{DRY} good.yaml train.py", 0, "accelerate launch --config_file good.yaml train.py"),
     ],
 )
 def test_what_a_command_ends_with(words: str, code: int, says: str) -> None:
@@ -84,6 +94,9 @@ def test_what_a_command_ends_with(words: str, code: int, says: str) -> None:
     assert (finished.code, says in finished.text) == (code, True), finished.output
     for never in ("Traceback", "compose.yaml", "--layer-class"):
         assert never not in finished.output
+    if words.startswith(DRY):  # what is printed is to be copied
+        assert " AF" not in finished.printed
+        assert ("accelerate launch" in finished.printed) == ("not launched" not in finished.text) == (not code)
 
 
 def test_all_rules_are_listed() -> None:
@@ -124,37 +137,17 @@ def test_checking_imports_no_heavy_library() -> None:
     assert run([sys.executable, "-c", code]).output.endswith("[]\n")
 
 
-def test_launch_lints_the_scripts_arguments() -> None:
-    """And launches all the same if it is told to; what train/sft.py mends is no reason to refuse it."""
-    refused = here("launch", "--dry-run", "good.yaml", "train.py", "--optim", "adafactor")
-    assert (refused.code, refused.printed) == (1, "")
-    assert "AF604" in refused.output
-    assert "--no-check" in refused.output
-    launched = here("launch", "--dry-run", "--no-check", "good.yaml", "train.py", "--optim", "adafactor")
-    assert launched.code == 0
-    assert "AF604" in launched.output.replace(launched.printed, "")
-    assert "AF604" not in launched.printed
-    assert "--optim adafactor" in launched.printed
-    smooth = ("--label_smoothing_factor", "0.1")
-    refused = here("launch", "--dry-run", "good.yaml", "train.py", *smooth)
-    assert (refused.code, "AF630" in refused.output) == (1, True)
-    assert here("launch", "--dry-run", "good.yaml", SFT, *smooth).code == 0
-
-
 @pytest.mark.parametrize(
-    ("text", "warned"),
+    "text",
     [
-        ("trainer.train()\ntrainer.save_model()\n", True),
-        ("from accel_fsdp.training import SftTrainer\ntrainer.save_model()\n", False),
-        ("#!/bin/sh\nexec python train.py # trainer.save_model()\n", False),
-        ("trainer.save_model()\0\n", False),
+        "from accel_fsdp.training import SftTrainer\ntrainer.save_model()\n",
+        "#!/bin/sh\nexec python train.py # trainer.save_model()\n",
+        "trainer.save_model()\0\n",
     ],
 )
-def test_launch_warns_of_what_it_sees_in_the_script(text: str, warned: bool, folder: Path) -> None:
-    """And launches it: a warning is none to stop at, nor is a script that isn't Python."""
+def test_launch_warns_of_no_other_script(text: str, folder: Path) -> None:
+    """One that mends it, or isn't Python."""
     (folder / "own.py").write_text(text)
     launched = here("launch", "--dry-run", "good.yaml", "own.py")
-    assert launched.code == 0
-    assert ("warning AF901: own.py:" in launched.output) == warned
-    assert "not launched" not in launched.output
+    assert (launched.code, "AF901" in launched.output) == (0, False)
     assert "accelerate launch --config_file good.yaml own.py\n" in launched.printed

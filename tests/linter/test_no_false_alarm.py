@@ -8,12 +8,7 @@ from conftest import ROOT
 
 from accel_fsdp import cli, linter
 
-LLAMA, QWEN, GPT2, MIXTRAL = (
-    "meta-llama/Llama-3.1-8B",
-    "Qwen/Qwen3-4B",
-    "openai-community/gpt2",
-    "mistralai/Mixtral-8x7B-v0.1",
-)
+LLAMA, GPT2, MIXTRAL = "meta-llama/Llama-3.1-8B", "openai-community/gpt2", "mistralai/Mixtral-8x7B-v0.1"
 TOP = "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_machines: 1\n"
 BF16 = TOP + "mixed_precision: bf16\nnum_processes: 8\n"
 POLICY = "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
@@ -37,8 +32,6 @@ VARIANTS: dict[str, tuple[str, str]] = {
                    "mpirun_config: {mpirun_hostfile: hosts}\n"),
     "mpirun without an engine": (GPT2, "distributed_type: 'NO'\nmixed_precision: 'no'\nnum_processes: 2\n"
                                  "use_cpu: true\nmpirun_config: {mpirun_hostfile: hosts}\n"),
-    "ZeRO-3 with offload": (LLAMA, DEEPSPEED + "3\n  offload_optimizer_device: cpu\n  offload_param_device: cpu\n"
-                            "  zero3_init_flag: true\n  zero3_save_16bit_model: true\n"),
     "ZeRO by pdsh": (LLAMA, "num_machines: 2\n" + DEEPSPEED + "2\n  deepspeed_multinode_launcher: pdsh\n"
                      "  deepspeed_hostfile: hosts\n"),
     "ZeRO of DeepSpeed's own file": (LLAMA, "distributed_type: DEEPSPEED\nnum_processes: 8\ndeepspeed_config:\n"
@@ -50,8 +43,6 @@ VARIANTS: dict[str, tuple[str, str]] = {
     "compiled by layers": (LLAMA, V2 + "dynamo_config: {backend: inductor, use_regional_compilation: true}\n"),
     "FP8": (LLAMA, V2.replace("bf16", "fp8") + "fp8_config: {backend: TE, fp8_format: HYBRID, amax_history_len: 16,"
             " override_linear_precision: [false, false, false]}\n"),
-    "compiled": (GPT2, "distributed_type: MULTI_GPU\nmixed_precision: bf16\nnum_processes: 2\ndynamo_config:\n"
-                 "  dynamo_backend: INDUCTOR\n"),
 }  # fmt: skip
 
 

@@ -212,17 +212,6 @@ def parse(folder: Path, *words: str, **content: Any) -> Any:
     return _validate_launch_command(launch_command_parser().parse_args(command))[0]
 
 
-@pytest.mark.pain("P08")
-@pytest.mark.parametrize(
-    ("words", "kind"), [(["--multi_gpu"], "FSDP"), ([], "MULTI_GPU"), ([], "NO")], ids=["flag", "MULTI_GPU", "NO"]
-)
-def test_fsdp_is_off_under_another_type(words: list[str], kind: str, tmp_path: Path) -> None:
-    """AF314: the settings are read, the ranks are not told to use FSDP. The flag has the same effect."""
-    args = parse(tmp_path, *words, distributed_type=kind, fsdp_config={"fsdp_version": 2})
-    assert args.fsdp_version == 2
-    assert "ACCELERATE_USE_FSDP" not in prepare_multi_gpu_env(args)
-
-
 @pytest.mark.pain("P44")
 @pytest.mark.parametrize(("processes", "each"), [(9, "4"), (1, "0"), (0, "0")])
 def test_processes_that_do_not_divide_are_dropped(processes: int, each: str, tmp_path: Path) -> None:
@@ -238,14 +227,6 @@ def test_two_machines_without_an_address_meet_nowhere(tmp_path: Path) -> None:
     args = parse(tmp_path, "--main_process_port", "29500", fsdp_config={}, num_machines=2, machine_rank=1)
     prepare_multi_gpu_env(args)
     assert args.rdzv_endpoint == "None:29500"
-
-
-@pytest.mark.pain("P83")
-@pytest.mark.parametrize("kind", ["FSDP", "MULTI_GPU", "DEEPSPEED", "XLA"])
-def test_use_cpu_is_not_handed_on(kind: str, tmp_path: Path) -> None:
-    """AF405: no variable for the ranks comes of it."""
-    with_it = environment(tmp_path, distributed_type=kind, fsdp_config={}, use_cpu=True)
-    assert with_it == environment(tmp_path, distributed_type=kind, fsdp_config={})
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("test_upstream_*.py")), ids=lambda path: path.stem)
