@@ -27,6 +27,8 @@ from accel_fsdp.linter.rules import RULES, Subject, run
 ZERO3 = DS + "  zero_stage: 3\n  zero3_save_16bit_model: true\n"
 HYBRID = V1 + "  fsdp_sharding_strategy: HYBRID_SHARD\n"
 ADDRESS = "num_machines: 2\nmain_process_ip: "
+RECOMPUTE = "  fsdp_activation_checkpointing: true\n"
+FP8 = V2.replace("'no'", "fp8") + "fp8_config: {{fp8_backend: {}}}\n"
 GOLDEN: dict[str, tuple[str, str]] = {
     "AF103": (V2 + "  fsdp_ofload_params: true\n", V2 + "  offload_params: true\n"),
     "AF104": (V1 + "  fsdp_backward_prefetch_policy: BACKWARD_PRE\n", V1 + "  fsdp_backward_prefetch: BACKWARD_PRE\n"),
@@ -45,17 +47,11 @@ GOLDEN: dict[str, tuple[str, str]] = {
     "AF308": (SIZE + "  fsdp_min_num_params: 0\n", SIZE + "  fsdp_min_num_params: 100\n"),
     "AF310": (V1 + "  fsdp_state_dict_type: LOCAL_STATE_DICT\n", V1 + "  fsdp_state_dict_type: SHARDED_STATE_DICT\n"),
     "AF311": (V1 + "  fsdp_sync_module_states: false\n", V1 + "  fsdp_sync_module_states: true\n"),
-    "AF312": (
-        TOP + "fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: NO_WRAP, fsdp_activation_checkpointing: true}\n",
-        V2 + "  fsdp_activation_checkpointing: true\n",
-    ),
+    "AF312": (V2.replace("TRANSFORMER_BASED_WRAP", "NO_WRAP") + RECOMPUTE, V2 + RECOMPUTE),
     "AF317": (V1 + "  fsdp_use_orig_params: false\n", V1 + "  fsdp_use_orig_params: true\n"),
     "AF318": (V1.replace("'no'", "bf16"), V2.replace("'no'", "bf16")),
     "AF320": (V2.replace("FSDP", "XLA"), V2),
-    "AF321": (
-        V2.replace("'no'", "fp8") + "fp8_config: {fp8_backend: AO}\n",
-        V2.replace("'no'", "fp8") + "fp8_config: {fp8_backend: TE}\n",
-    ),
+    "AF321": (FP8.format("AO"), FP8.format("TE")),
     "AF327": (DS + "  offload_param_device: cpu\n", ZERO3 + "  offload_param_device: cpu\n"),
     "AF328": (HYBRID + f"{ADDRESS}a\n", HYBRID.replace("es: 2", "es: 4") + f"{ADDRESS}a\n"),
     "AF402": (V2 + "num_machines: 3\nmain_process_ip: a\n", V2 + f"{ADDRESS}a\n"),
@@ -68,7 +64,9 @@ GOLDEN: dict[str, tuple[str, str]] = {
 }
 
 BF16, BF16_1 = V2.replace("'no'", "bf16"), V1.replace("'no'", "bf16")
-AC1, AC2 = (version + "  fsdp_activation_checkpointing: true\n" for version in (V1, V2))
+LAYER = "LlamaDecoderLayer"
+AC1, AC2 = V1 + RECOMPUTE, V2 + RECOMPUTE
+RESUMED, FOUR_STEPS = "--resume_from_checkpoint true", "--gradient_accumulation_steps 4"
 FULL = V2 + "  fsdp_state_dict_type: FULL_STATE_DICT\n"
 OFFLOAD1 = V1 + "  fsdp_offload_params: true\n"
 SHARDED1, SHARDED2 = (version + "  fsdp_state_dict_type: SHARDED_STATE_DICT\n" for version in (V1, V2))
@@ -112,10 +110,7 @@ FACTS: dict[str, tuple[Subject, Subject]] = {
     "AF408": (subject(V2, "--bf16", starter="torchrun"), subject(V2, "--bf16", starter="accelerate")),
     "AF409": (subject(V2, starter="accelerate", launcher={"multi_gpu": True}), subject(V2, starter="accelerate")),
     "AF501": (on(V2.replace("LlamaDecoderLayer", "LlamaDecoderLyer")), on(V2)),
-    "AF503": (
-        on(UNNAMED, declared_classes=("LlamaDecoderLayer", "VisionBlock")),
-        on(UNNAMED, declared_classes=("LlamaDecoderLayer",)),
-    ),
+    "AF503": (on(UNNAMED, declared_classes=(LAYER, "VisionBlock")), on(UNNAMED, declared_classes=(LAYER,))),
     "AF505": (on(BF16_1, **GATE), on(BF16, **GATE)),
     "AF506": (on(V2, **APART), on(READ_BY_ALL, **APART)),
     "AF507": (on(V2, expert_classes=LLAMA.classes), on(V2, expert_classes=frozenset({"Expert"}))),
@@ -141,14 +136,8 @@ FACTS: dict[str, tuple[Subject, Subject]] = {
     "AF611": (subject(V1, "--load_in_8bit"), subject(V1, "--load_in_8bit no")),
     "AF612": (subject(V2, "--load_in_4bit"), subject(V2, "--load_in_4bit --bnb_4bit_quant_storage float32")),
     "AF613": (subject(V2, "--dtype bfloat16"), subject(BF16, "--dtype bfloat16")),
-    "AF614": (
-        subject(OFFLOAD1, "--gradient_accumulation_steps 4 --accelerator_config sync_each_batch"),
-        subject(OFFLOAD1, "--gradient_accumulation_steps 4"),
-    ),
-    "AF616": (
-        subject(SHARDED1, "--resume_from_checkpoint true"),
-        subject(SHARDED2, "--resume_from_checkpoint true"),
-    ),
+    "AF614": (subject(OFFLOAD1, f"{FOUR_STEPS} --accelerator_config sync_each_batch"), subject(OFFLOAD1, FOUR_STEPS)),
+    "AF616": (subject(SHARDED1, RESUMED), subject(SHARDED2, RESUMED)),
     "AF619": (
         subject(V2, '--fsdp_config={"offload_params":true}'),
         subject(V2, '--fsdp_config={"fsdp_version":2} --fsdp true'),

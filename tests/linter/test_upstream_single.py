@@ -204,29 +204,21 @@ def test_bf16_in_the_arguments_beats_the_yaml(arguments: Arguments) -> None:
     assert arguments(bf16=True).mixed_precision == "bf16"
 
 
-def parse(folder: Path, *words: str, **content: Any) -> Any:
-    """The launcher's arguments for a YAML, with all that it raises."""
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump({**MINIMAL, **content}))
-    command = ["--main_process_port", "0", *words, "--config_file", str(path), __file__]
-    return _validate_launch_command(launch_command_parser().parse_args(command))[0]
-
-
-@pytest.mark.pain("P44")
-@pytest.mark.parametrize(("processes", "each"), [(9, "4"), (1, "0"), (0, "0")])
-def test_processes_that_do_not_divide_are_dropped(processes: int, each: str, tmp_path: Path) -> None:
-    """AF402, AF407: 9 over 2 machines start 4 on each, 1 and 0 start none."""
-    args = parse(tmp_path, fsdp_config={}, num_processes=processes, num_machines=2, machine_rank=1)
+@pytest.mark.pain("P44", "P46")
+@pytest.mark.parametrize(
+    ("processes", "attribute", "value"),
+    [
+        *((count, "nproc_per_node", each) for count, each in ((9, "4"), (1, "0"), (0, "0"))),  # AF402, AF407
+        (2, "rdzv_endpoint", "None:29500"),  # AF403: the address is the text None
+    ],
+)
+def test_what_starts_on_two_machines(processes: int, attribute: str, value: str, tmp_path: Path) -> None:
+    content = {**MINIMAL, "fsdp_config": {}, "num_processes": processes, "num_machines": 2, "machine_rank": 1}
+    (path := tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
+    words = ["--main_process_port", "29500", "--config_file", str(path), __file__]
+    args, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
     prepare_multi_gpu_env(args)
-    assert args.nproc_per_node == each
-
-
-@pytest.mark.pain("P46")
-def test_two_machines_without_an_address_meet_nowhere(tmp_path: Path) -> None:
-    """AF403: the address is the text None."""
-    args = parse(tmp_path, "--main_process_port", "29500", fsdp_config={}, num_machines=2, machine_rank=1)
-    prepare_multi_gpu_env(args)
-    assert args.rdzv_endpoint == "None:29500"
+    assert getattr(args, attribute) == value
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("test_upstream_*.py")), ids=lambda path: path.stem)
