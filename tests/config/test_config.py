@@ -153,12 +153,13 @@ def assert_plugin(plugin: Any, wanted: Answers) -> None:
         ("fsdp_config: {}\n", "A `distributed_type` must be specified"),
         ("distributed_type: FSDP\nfdsp_config: {}\n", "unknown keys (['fdsp_config'])"),
         ("distributed_type: FSPD\n", "'FSPD' is not a valid DistributedType"),
+        ("distributed_type: MULTI_GPU\nnum_processes: 2\nmain_process_port: 99999\n", "Accelerate refuses"),
     ],
 )
 def test_what_accelerate_refuses_is_one_clear_error(text: str, message: str, made_file: Path) -> None:
     made_file.write_text(text)
     with pytest.raises(UserError) as caught:
-        launcher.launcher_args(made_file, Path(__file__), ())
+        launcher.launch(launcher.launcher_args(made_file, Path(__file__), ()))
     assert message in str(caught.value)
 
 

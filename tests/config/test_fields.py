@@ -75,16 +75,6 @@ def test_an_fsdp_key_reaches_the_ranks_as_the_table_says(field: Field, tmp_path:
     assert environment(tmp_path, fsdp_config=settings)[variable_of(field)].lower() == str(value).lower()
 
 
-@pytest.mark.pain("P06")
-def test_a_missing_version_means_1(tmp_path: Path) -> None:
-    assert environment(tmp_path, fsdp_config={})["FSDP_VERSION"] == "1"
-    assert BY_NAME["fsdp_config", "fsdp_version"].default == 1
-
-
-def test_the_prefix_may_be_left_out_of_fsdp_keys(tmp_path: Path) -> None:
-    assert environment(tmp_path, fsdp_config={"version": 2, "offload_params": True})["FSDP_OFFLOAD_PARAMS"] == "true"
-
-
 @pytest.mark.pain("P05")
 @pytest.mark.parametrize("key", [*RETIRED, "fsdp_limit_all_gathers", "fsdp_anything", *FOR_XLA])
 def test_unknown_and_retired_fsdp_keys_change_nothing(key: str, tmp_path: Path) -> None:

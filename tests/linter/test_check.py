@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from checking import DDP, DS, LLAMA, MESH, SIZE, TOP, V1, V2, WRAP, codes_of, script, subject
+from checking import DDP, DS, LLAMA, MESH, SIZE, TOP, V1, V2, codes_of, script, subject
 from conftest import SFT
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -38,7 +38,6 @@ GOLDEN: dict[str, tuple[str, str]] = {
     "AF209": (V2 + "debug: 'false'\n", V2 + "debug: false\n"),
     "AF210": (V2 + "  fsdp_ignored_modules: [a, b]\n", V2 + "  fsdp_ignored_modules: '.*mlp'\n"),
     "AF216": (ZERO3 + "  offload_param_device: nvme\n", ZERO3 + "  offload_param_device: cpu\n"),
-    "AF301": (TOP + "fsdp_config:\n" + WRAP, V1),
     "AF302": (V1 + "  fsdp_reshard_after_forward: SHARD_GRAD_OP\n", V1 + "  fsdp_sharding_strategy: 2\n"),
     "AF303": (V2 + "  fsdp_sharding_strategy: 2\n", V2 + "  fsdp_reshard_after_forward: false\n"),
     "AF305": (V2 + "  fsdp_use_orig_params: true\n", V1 + "  fsdp_use_orig_params: true\n"),

@@ -136,9 +136,8 @@ def test_sarif_is_valid_for_any_file(text: str, code: int, name: str, repository
 
 def test_json_is_short_for_its_format(repository: Path) -> None:
     flags = (["--json"], ["--format", "json"], ["--json", "--format", "json"])
-    first, *others = (json.loads(here("check", *words, "configs/bad, 50%.yaml").printed) for words in flags)
-    assert list(first[0]) == KEYS
-    assert others == [first, first]
+    short, *others = (json.loads(here("check", *words, "configs/bad, 50%.yaml").printed) for words in flags)
+    assert (list(short[0]), others) == (KEYS, [short, short])
 
 
 @pytest.mark.parametrize("words", [["-"], []])

@@ -20,11 +20,6 @@ DEEPSPEED = "distributed_type: DEEPSPEED\nmixed_precision: bf16\nnum_processes: 
 VARIANTS: dict[str, tuple[str, str]] = {
     "comments and empty lines": (LLAMA, "# ours\n\n" + V2.replace("num_m", "\n# one box\nnum_m") + "# end\n"),
     "keys without the prefix": (LLAMA, V2.replace("  fsdp_", "  ")),
-    "one line": (LLAMA, BF16 + "fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, "
-                 "fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer}\n"),
-    "a mesh of replicas": (LLAMA, V2.replace("num_machines: 1", "num_machines: 2\n"
-                           "main_process_ip: 10.0.0.1\nmain_process_port: 29500")
-                           .replace("num_processes: 8", "num_processes: 16") + MESH.format(2, 8)),
     "GPT-2": (GPT2, V2.replace("LlamaDecoderLayer", "GPT2Block")),
     "experts": (MIXTRAL, V2.replace("Llama", "Mixtral")),
     "two classes": (LLAMA, V2.replace("LlamaDecoderLayer", "LlamaDecoderLayer,Embedding")),
@@ -34,8 +29,6 @@ VARIANTS: dict[str, tuple[str, str]] = {
                                  "use_cpu: true\nmpirun_config: {mpirun_hostfile: hosts}\n"),
     "ZeRO by pdsh": (LLAMA, "num_machines: 2\n" + DEEPSPEED + "2\n  deepspeed_multinode_launcher: pdsh\n"
                      "  deepspeed_hostfile: hosts\n"),
-    "ZeRO of DeepSpeed's own file": (LLAMA, "distributed_type: DEEPSPEED\nnum_processes: 8\ndeepspeed_config:\n"
-                                     "  deepspeed_config_file: ds.json\n  zero3_init_flag: true\n"),
     "a machine's own file": (LLAMA, V2.replace("num_machines: 1", "num_machines: 1\nmachine_rank: 0\n"
                              "main_process_port: 29501")),
     "ignored modules": (LLAMA, V2 + "  fsdp_ignored_modules: 'model\\.(embed_tokens|norm)'\n"),
@@ -47,12 +40,10 @@ VARIANTS: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_well_formed_file_is_left_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_well_formed_file_is_left_alone(name: str, tmp_path: Path) -> None:
     model, text = VARIANTS[name]
     path = tmp_path / "accelerate.yaml"
     path.write_text(text)
-    (tmp_path / "ds.json").write_text("{}")
-    monkeypatch.chdir(tmp_path)
     findings = linter.lint(path, linter.LintOptions(model=model, fix=True))
     assert [finding for finding in findings if finding.severity != "note"] == []
     assert path.read_text() == text

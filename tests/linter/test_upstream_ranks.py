@@ -189,12 +189,12 @@ def test_each_rank_holds_a_full_float32_copy_before_it_shards(seen: Seen) -> Non
         assert rank == {"dtypes": ["torch.float32"], "bytes": 4 * rank["elements"], "elements": ANY}
 
 
+OPTIMIZERS = ("adafactor", "adamw_bnb_8bit", "lion_32bit", "adagrad", "sgd", ADAMW.removeprefix("--optim "))
+
+
 @pytest.mark.pain("P36", "P37")
 @pytest.mark.parametrize("engine", [Engine.FSDP1, Engine.FSDP2])
-@pytest.mark.parametrize(
-    "name",
-    ["adafactor", "adamw_bnb_8bit", "lion_32bit", "adagrad", "sgd", ADAMW.removeprefix("--optim ")],
-)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_table_knows_which_optimizers_step_and_save(name: str, engine: Engine, seen: Seen) -> None:
     """AF604 and AF605: what the table of combinations says is what stock Trainer does, no more and no less."""
     if (name, engine) == ("adagrad", Engine.FSDP2) and IS_OLD:
