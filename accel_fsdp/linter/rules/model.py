@@ -59,7 +59,8 @@ def _holds_embedding(subject: Subject) -> Each:
 
 
 def _mixed_dtypes(subject: Subject) -> Cases:
-    if subject.model is None or not subject.is_fsdp or (subject.engine is Engine.FSDP2 and subject.mixed):
+    upcasts = subject.engine is Engine.FSDP2 and subject.precision in ("bf16", "fp16")
+    if subject.model is None or not subject.is_fsdp or upcasts:
         return None
     module = {"bfloat16": subject.model.kept_bf16, "float16": subject.model.kept_fp16}.get(subject.load_dtype, "")
     return {"module": module, "dtype": subject.load_dtype} if module else None

@@ -107,23 +107,21 @@ def _on_one_rank(subject: Subject) -> Each:
 
 def _statements_of_rank_0(node: ast.If) -> list[ast.stmt]:
     """The statements that only rank 0 runs below an `if`."""
-    alone = _is_rank_0(node.test)
-    return node.body if alone else node.orelse if alone is False else []
+    if isinstance(node.test, ast.UnaryOp) and isinstance(node.test.op, ast.Not):
+        return node.orelse if _is_rank_0(node.test.operand, ast.Eq) else []
+    return node.body if _is_rank_0(node.test, ast.Eq) else node.orelse if _is_rank_0(node.test, ast.NotEq) else []
 
 
-def _is_rank_0(test: ast.expr) -> bool | None:
-    """True for a condition that rank 0 alone meets, False for one that all others meet; None for any other."""
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        inner = _is_rank_0(test.operand)
-        return None if inner is None else not inner
+def _is_rank_0(test: ast.expr, operator: type[ast.cmpop]) -> bool:
+    """Whether a condition selects rank 0: by a property, or by a comparison with 0."""
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
-        return any(map(_is_rank_0, test.values)) or None
+        return operator is ast.Eq and any(_is_rank_0(part, operator) for part in test.values)
     if isinstance(test, ast.Compare):
-        is_zero = ast.unparse(test.comparators[-1]) in ("0", "'0'")
-        compares = is_zero and RANKS & set(re.findall(r"\w+", ast.unparse(test.left)))
-        return {ast.Eq: True, ast.NotEq: False}.get(type(test.ops[0])) if compares else None
+        is_zero = isinstance(test.ops[0], operator) and ast.unparse(test.comparators[-1]) in ("0", "'0'")
+        return is_zero and bool(RANKS & set(re.findall(r"\w+", ast.unparse(test.left))))
+    text = ast.unparse(test)
     plain = isinstance(test, ast.Name | ast.Attribute | ast.Call)
-    return (plain and any(word in ast.unparse(test) for word in RANK_WORDS)) or None
+    return operator is ast.Eq and plain and any(word in text for word in RANK_WORDS)
 
 
 ROWS = (
