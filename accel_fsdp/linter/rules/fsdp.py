@@ -58,9 +58,9 @@ def _reshard_under_fsdp1(subject: Subject) -> Cases:
     if subject.has("fsdp_version") and subject.fsdp("fsdp_version") is None:
         return None  # AF202
     fix, edits = _instead_of_reshard(subject)
-    value = str(subject.fsdp("fsdp_reshard_after_forward")).upper()
-    words = {True: TRUE_WORDS, False: FALSE_WORDS}.get(RESHARDS.get(subject.strategy), ())
-    is_same = value == subject.strategy or value.lower() in words
+    value, reshards = str(subject.fsdp("fsdp_reshard_after_forward")).upper(), RESHARDS.get(subject.strategy)
+    is_same = value == subject.strategy or (value.lower() in TRUE_WORDS and reshards is True)
+    is_same = is_same or (value.lower() in FALSE_WORDS and reshards is False)
     severity = "note" if is_same else "warning" if subject.has("fsdp_sharding_strategy") else None
     same = ", the same strategy" if is_same else ""
     return {"strategy": subject.strategy, "same": same, "fix": fix, "edits": edits, "severity": severity}
