@@ -65,6 +65,13 @@ def _rebuilt(kind: type[UserError], what: str, why: str, fix: str, table: Sequen
     return kind(what, why=why, fix=fix, table=table)
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, for a one-line message; for a UserError, its `what`."""
+    if isinstance(error, UserError):
+        return error.what
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def in_a_line(error: BaseException) -> str:
     """An error as part of a sentence: the `what` of a UserError, the class and text of any other error."""
     if isinstance(error, UserError):

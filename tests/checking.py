@@ -47,6 +47,12 @@ def findings(text: str, folder: Path, **options: Any) -> list[Finding]:
     return linter.lint(path, linter.LintOptions(**options))
 
 
+def repaired(text: str, folder: Path) -> str:
+    """What `--fix` makes of a file with this text."""
+    findings(text, folder, fix=True)
+    return (folder / "checked.yaml").read_text()
+
+
 def finding(code: str, text: str, folder: Path) -> Finding:
     """The only finding of a rule."""
     (only,) = (finding for finding in findings(text, folder) if finding.code == code)

@@ -10,9 +10,9 @@ from typing import Any
 
 from known_issues import PAINS, UNSEEN
 
-from accel_fsdp import api, atomic_files, linter
+from accel_fsdp import api, atomic_files
 from accel_fsdp.config import BY_NAME, EXACT, FIELDS, NUMBERED, Engine, Field, Kind, full_name, short_name
-from accel_fsdp.linter.rules import SECTIONS
+from accel_fsdp.linter.rules import RULES, SECTIONS
 from accel_fsdp.linter.rules.values import ALL_OF_A_MACHINE
 from accel_fsdp.models import CAUSAL, catalogue, model_facts
 from accel_fsdp.planner import html_report, svg
@@ -99,7 +99,7 @@ def rules_page() -> str:
         "a test runs (launcher, plugin: Accelerate's; ranks: real).",
         "",
     ]
-    for rule in linter.all_rules():
+    for rule in RULES.values():
         seen = ", ".join(map(_linked, (word for word in rule.seen if word not in PAINS)))
         lines += [f"## {rule.code}", "", f"*{rule.severity}*, seen: {seen}", ""]
         for what, why, fix in rule.texts:
@@ -193,7 +193,7 @@ def shipped() -> dict[str, str]:
 
 
 def covered() -> dict[str, list[str]]:
-    return {pain: [rule.code for rule in linter.all_rules() if pain in rule.seen] for pain in PAINS}
+    return {pain: [rule.code for rule in RULES.values() if pain in rule.seen] for pain in PAINS}
 
 
 def coverage_page() -> str:

@@ -152,8 +152,9 @@ def optimizers(folder: Path) -> Any:
         return raised(make_trainer(folder / optim, llama(), settings, **options).train)
 
     def attempts(settings: dict[str, Any], optim: str) -> list[str]:
-        saves = [attempt(settings, optim, save_strategy=save) for save in ("no", "steps")]
-        return [*saves, attempt({**settings, **FULL}, optim, save_strategy="steps", save_only_model=True)]
+        save = attempt(settings, optim, save_strategy="steps")
+        step = save and attempt(settings, optim, save_strategy="no")
+        return [step, save, attempt({**settings, **FULL}, optim, save_strategy="steps", save_only_model=True)]
 
     names = ("adafactor", "adamw_bnb_8bit", "lion_32bit", "adagrad", "sgd", "adamw_torch_fused")
     return {name: {engine: attempts(of, name) for engine, of in {"FSDP1": V1, "FSDP2": V2}.items()} for name in names}

@@ -20,7 +20,6 @@ from .safetensors_header import TORCH_NAMES as TORCH_NAMES
 from .saved_files import ERRORS as ERRORS
 from .store import Damaged as Damaged
 from .store import Store as Store
-from .store import Unreached as Unreached
 from .stored import Stored as Stored
 from .stored import flat as flat
 from .stored import same_bytes as same_bytes

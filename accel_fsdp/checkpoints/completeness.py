@@ -10,7 +10,6 @@ plain Trainer, and is complete if it has the files that Trainer and torch write 
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -113,11 +112,9 @@ def flaw(checkpoint: Path) -> str:
         return error.what.removeprefix(f"{checkpoint}/")
     if lacks is None:
         return _flaw_without_marker(checkpoint)
-    for name, what in lacks.items():
-        if name == ITS_END:
-            return "its run ended while it was written"
-        return f"{Path(name).name} {what if what.startswith('has') else 'is missing'}"
-    return ""
+    if ITS_END in lacks:
+        return "its run ended while it was written"
+    return next((f"{Path(name).name} {what if 'has' in what else 'is missing'}" for name, what in lacks.items()), "")
 
 
 def _flaw_without_marker(checkpoint: Path) -> str:
@@ -144,13 +141,8 @@ def unfinished(folder: Path) -> tuple[str, ...]:
 
 def _is_of_trainer(folder: Path) -> bool:
     """Whether Trainer wrote a folder. `Accelerator.save_state` and an export write no `trainer_state.json`."""
-    state = (file_names.SCHEDULER, f"{file_names.RNG_STATE}*", f"{file_names.OPTIMIZER}*")
-    others = (f"{file_names.RANDOM_STATES}_*", file_names.REPORT)
-    return (
-        re.fullmatch(rf"{file_names.CHECKPOINT}\d+", folder.name) is not None
-        and any(any(folder.glob(name)) for name in state)
-        and not any(any(folder.glob(name)) for name in others)
-    )
+    names = (file_names.SCHEDULER, f"{file_names.RNG_STATE}*")
+    return file_names.step(folder.name) >= 0 and any(any(folder.glob(name)) for name in names)
 
 
 def lacking_to_resume(checkpoint: Path) -> list[str]:
@@ -160,7 +152,7 @@ def lacking_to_resume(checkpoint: Path) -> list[str]:
         return [] if any(folder.glob(file_names.ZERO_MODELS)) else ["model weights"]
     names = [path.name for path in checkpoint.iterdir() if path.resolve().is_relative_to(checkpoint.resolve())]
     has_weights = bool(state_dict_type(checkpoint)) or any(
-        Path(name).suffix in file_names.WEIGHTS and not name.startswith(file_names.STATE) for name in names
+        Path(name).suffix in file_names.READABLE and not name.startswith(file_names.STATE) for name in names
     )
     parts = {
         "model weights": has_weights,
@@ -229,24 +221,22 @@ def choose(run: Path, among: Sequence[Path] | None = None, flaw_of: Callable[[Pa
     return Choice(None, skipped)
 
 
-def retire(run: Path, keep: int | None, best: str | None, spared: str = "") -> None:
+def retire(run: Path, keep: int | None, best: str | None) -> None:
     """Deletes checkpoints before the newest complete one: half-written ones, and complete ones beyond `keep`.
 
-    The `best` one stays, and counts; the `spared` one stays too. Nothing is deleted without `keep`, or if none is
-    complete.
+    The `best` one stays, and counts. Nothing is deleted without `keep`, or if none is complete.
     """
     for old in run.glob(ASIDE):
         if not (run / old.stem[1:]).exists() and flaw(old):  # left by a run that was killed during a deletion
             _remove(old)
     names = [path.name for path in file_names.checkpoints(run)]
-    for name in outdated(names, [name for name in names if not flaw(run / name)], keep, best):
-        if name != spared:
-            delete(run / name)
+    for name in outdated(names, lambda name: not flaw(run / name), keep, best):
+        delete(run / name)
 
 
-def outdated(names: Sequence[str], complete: Sequence[str], keep: int | None, best: str | None) -> list[str]:
-    """Those checkpoints of a run that `retire` deletes; both lists have the oldest first."""
-    if not keep or keep < 1 or not complete:
+def outdated(names: Sequence[str], is_complete: Callable[[str], bool], keep: int | None, best: str | None) -> list[str]:
+    """Those checkpoints of a run, given the oldest first, that `retire` deletes."""
+    if not keep or keep < 1 or not (complete := [name for name in names if is_complete(name)]):
         return []
     to_keep = {name for name in complete if best and name == Path(best).name} | {complete[-1]}
     for name in reversed(complete):

@@ -21,9 +21,9 @@ from accel_fsdp.units import counted
 from accel_fsdp.untrusted_files import broken
 
 STATE = "optimizer_state_dict"
-FLAT_2, FLAT_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
-INNER_2, INNER_3 = "base_optimizer_state", STATE
-"""The keys of a rank's flat weights, and of the optimizer's own state: of ZeRO-1 and 2, and of ZeRO-3."""
+_KEYS_2, _KEYS_3 = ("single_partition_of_fp32_groups", "base_optimizer_state"), ("fp32_flat_groups", STATE)
+KEYS = {1: _KEYS_2, 2: _KEYS_2, 3: _KEYS_3}
+"""The keys of a rank's flat weights, and of the optimizer's own state, in a checkpoint of each stage."""
 Paths = dict[tuple[str, ...], Stored]
 
 
@@ -94,7 +94,7 @@ def _check_ranks(folder: Path, first: dict[str, Any], optimizer: list[SavedFile]
 
 def _partitioned(first: dict[str, Any], optimizer: list[SavedFile], stage: int, optimizer_too: bool) -> Paths:
     """The trained parameters from the ranks' parts."""
-    flat, inner = (FLAT_3, INNER_3) if stage == 3 else (FLAT_2, INNER_2)
+    flat, inner = KEYS[stage]
     state = optimizer[0].content[STATE]
     groups = range(len(state[flat]))
 
@@ -140,7 +140,7 @@ def groups(folder: Path) -> list[dict[str, Any]]:
         state = saved_files.load(min(folder.glob(file_names.ZERO_OPTIMIZERS)))[STATE]
         if state.get("dynamic_loss_scale"):
             raise scaled(folder)
-        stored = (state[INNER_3] if FLAT_3 in state else state.get(INNER_2, state))["param_groups"]
+        stored = state.get(KEYS[int(state["zero_stage"])][1], state)["param_groups"]
         return [
             {**group, "params": [name for number in group["params"] for name in shapes[number]]} for group in stored
         ]
@@ -193,7 +193,7 @@ def _joined(name: str, shape: Iterable[int], spans: Iterable[Span]) -> Stored:
     parts = list(cut_spans(parts, 0, total)) or parts[:1]
 
     def load() -> torch.Tensor:
-        loaded = [span.file.part(span.keys, span.start, span.stop) for span in parts]
+        loaded = [span.file.tensor(span.keys, slice(span.start, span.stop)) for span in parts]
         return (loaded[0] if len(loaded) == 1 else torch.cat(loaded))[:total].view(sizes)
 
     return Stored(sizes, parts[0].file.stored(parts[0].keys).dtype, load)

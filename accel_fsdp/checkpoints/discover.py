@@ -43,8 +43,10 @@ class CheckpointLocation:
 
     @property
     def size_bytes(self) -> int:
-        paths = self.weights.iterdir() if self.weights.is_dir() else [self.weights]
-        return sum(path.stat().st_size for path in paths if path.is_file() and path.suffix in file_names.READABLE)
+        if self.weights.is_file():
+            return self.weights.stat().st_size
+        names = (path.name for path in self.weights.iterdir() if path.suffix in file_names.READABLE and path.is_file())
+        return sum((self.weights / name).stat().st_size for name in names if file_names.is_exported(name))
 
     def __str__(self) -> str:
         missing = f", lacks {', '.join(self.missing)}" if self.missing else ""
@@ -53,7 +55,7 @@ class CheckpointLocation:
 
 def look(folder: Path) -> CheckpointLocation | None:
     """The checkpoint or exported model in `folder`, which may be its inner folder; None if there is none."""
-    for reader in (_zero, _sharded, _safetensors, _adapter, _full, _ranks, _single):
+    for reader in (_zero, _sharded, _safetensors, _named, _ranks, _single):
         if (checkpoint := reader(folder)) is not None:
             return _judged(checkpoint)
     return None
@@ -108,9 +110,7 @@ def _safetensors(folder: Path) -> CheckpointLocation | None:
         return CheckpointLocation(
             "safetensors", folder, folder, (f"a file that can be read: {error.what}",), refused=error
         )
-    if not names:
-        return None
-    return CheckpointLocation("safetensors", folder, folder, tuple(missing))
+    return CheckpointLocation("safetensors", folder, folder, tuple(missing)) if names else None
 
 
 def _has(folder: Path, name: str) -> bool:
@@ -122,21 +122,17 @@ def _has(folder: Path, name: str) -> bool:
     return True
 
 
-def _adapter(folder: Path) -> CheckpointLocation | None:
-    if not (folder / file_names.ADAPTER).is_file():
-        return None
-    missing = () if (folder / file_names.ADAPTER_CONFIG).is_file() else (file_names.ADAPTER_CONFIG,)
-    return _file("adapter", folder / file_names.ADAPTER, *missing)
+def _named(folder: Path) -> CheckpointLocation | None:
+    """A checkpoint in one file with a name of its own."""
+    kinds: dict[str, CheckpointKind] = {file_names.ADAPTER: "adapter", file_names.FULL_MODEL: "FSDP full"}
+    return next((_file(kind, folder / name) for name, kind in kinds.items() if (folder / name).is_file()), None)
 
 
-def _full(folder: Path) -> CheckpointLocation | None:
-    path = folder / file_names.FULL_MODEL
-    return _file("FSDP full", path) if path.is_file() else None
-
-
-def _file(kind: CheckpointKind, path: Path, *missing: str) -> CheckpointLocation:
-    """A checkpoint whose weights are one file."""
-    return CheckpointLocation(kind, path.parent, path, missing)
+def _file(kind: CheckpointKind, path: Path) -> CheckpointLocation:
+    """A checkpoint whose weights are one file. PEFT's need its settings beside them."""
+    settings = path.with_name(file_names.ADAPTER_CONFIG)
+    lacks_settings = path.name.startswith(file_names.ADAPTER_STEM) and not settings.is_file()
+    return CheckpointLocation(kind, path.parent, path, (settings.name,) if lacks_settings else ())
 
 
 def _zero(folder: Path) -> CheckpointLocation | None:
@@ -198,7 +194,7 @@ def models(checkpoint: CheckpointLocation) -> list[CheckpointLocation]:
 
 def _single(folder: Path) -> CheckpointLocation | None:
     paths = [path for kind in file_names.TORCH_SAVED for path in sorted(folder.glob(f"*{kind}")) if _is_single(path)]
-    return CheckpointLocation("torch.save", folder, paths[0]) if len(paths) == 1 else None
+    return _file("torch.save", paths[0]) if len(paths) == 1 else None
 
 
 def _is_single(path: Path) -> bool:
@@ -284,7 +280,7 @@ def _checkpoint_in_file(path: Path) -> CheckpointLocation | None:
     if path in file_names.of_ranks(path.parent).values():
         return _ranks(path.parent)
     if path.name == file_names.ADAPTER:
-        return _adapter(path.parent)
+        return _file("adapter", path)
     if path.suffix != file_names.SAFETENSORS or path.name.startswith(file_names.NOT_WEIGHTS):
         return _file("torch.save", path) if _is_single(path) else None
     if path.name in safetensors_header.model_files(path.parent)[0]:

@@ -4,6 +4,7 @@
 """
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 SAFETENSORS = ".safetensors"
@@ -11,8 +12,6 @@ SAFETENSORS = ".safetensors"
 ALL_SAFETENSORS = f"*{SAFETENSORS}"
 TORCH_SAVED = (".pth", ".bin", ".pt")
 """Endings of files that torch.save writes."""
-WEIGHTS = frozenset({SAFETENSORS, *TORCH_SAVED, ".gguf", ".h5", ".msgpack"})
-"""Endings of files that may hold weights, including those of other frameworks."""
 
 CONFIG = "config.json"
 """Transformers: what a model is built from."""
@@ -135,7 +134,11 @@ def step(name: str) -> int:
     return int(number) if name.startswith(CHECKPOINT) and number.isdecimal() else -1
 
 
+def numbered(names: Iterable[str]) -> list[str]:
+    """The names of checkpoint folders as Trainer names them, in the order of their numbers."""
+    return sorted((name for name in names if step(name) >= 0), key=step)
+
+
 def checkpoints(run: Path) -> list[Path]:
-    """The checkpoint-N folders of a run as Trainer names them, complete or not, in the order of their numbers."""
-    numbered = [path for path in run.glob(f"{CHECKPOINT}*") if step(path.name) >= 0]
-    return sorted(numbered, key=lambda path: step(path.name))
+    """The checkpoint-N folders of a run, complete or not, in the order of their numbers."""
+    return [run / name for name in numbered(path.name for path in run.glob("*"))]

@@ -1,7 +1,7 @@
 """The marker of a checkpoint, `complete.json`: its files with their sizes and hashes, and the run that wrote them."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,15 +99,15 @@ def sizes_of(checkpoint: Path) -> dict[str, int]:
     return sizes
 
 
-def of_rank(names: Iterable[str], rank: int, ranks: int) -> list[str]:
-    """The files that a rank wrote: those with its number in their names, and on the first rank all others."""
+def of_ranks(names: Iterable[str], ranks: Container[int], world_size: int) -> list[str]:
+    """The files that some ranks wrote: those with their numbers in the names, and on the first rank all others."""
     matches = {name: file_names.OF_RANK.search(name) for name in names}
-    return [name for name, match in matches.items() if int(match[1] if match else 0) % ranks == rank]
+    return [name for name, match in matches.items() if int(match[1] if match else 0) % world_size in ranks]
 
 
-def own_hashes(checkpoint: Path, rank: int, ranks: int) -> dict[str, str]:
+def own_hashes(checkpoint: Path, rank: int, world_size: int) -> dict[str, str]:
     """Hashes of the files that this rank wrote."""
-    return hashes_of(checkpoint, of_rank(sizes_of(checkpoint), rank, ranks))
+    return hashes_of(checkpoint, of_ranks(sizes_of(checkpoint), [rank], world_size))
 
 
 def hashes_of(checkpoint: Path, names: Iterable[str]) -> dict[str, str]:

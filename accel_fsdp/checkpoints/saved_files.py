@@ -12,7 +12,7 @@ import torch
 
 from accel_fsdp import untrusted_files
 from accel_fsdp.checkpoints.stored import Mapped, Stored, short_name
-from accel_fsdp.errors import UserError
+from accel_fsdp.errors import UserError, first_line
 from accel_fsdp.untrusted_files import broken
 
 ERRORS = (
@@ -90,8 +90,8 @@ def restricted(source: Any, path: Path, mmap: bool = False) -> Any:
     except (OSError, RuntimeError, *ERRORS) as error:
         if isinstance(error, pickle.UnpicklingError) and (name := UNSAFE.search(str(error))):
             raise names_code(path, name[1]) from None
-        text = str(error).partition("\n")[0][:100]
-        raise broken(path, f"is damaged: not a file of torch.save's zip format (torch 1.6 or newer): {text}") from error
+        what = f"is damaged: not a file of torch.save's zip format (torch 1.6 or newer): {first_line(error)[:100]}"
+        raise broken(path, what) from error
     finally:
         meshes.setLevel(level)
 
@@ -107,16 +107,12 @@ class SavedFile:
     def content(self) -> Any:
         return self._mapped.get()
 
-    def tensor(self, keys: Keys) -> torch.Tensor:
-        """The tensor under these keys of the content."""
-        value = self._at(keys)
-        return self._at(keys, value.nbytes) if isinstance(value, torch.Tensor) else value  # type: ignore[no-any-return]
-
-    def part(self, keys: Keys, start: int, stop: int) -> torch.Tensor:
-        """Elements `start` to `stop` of a vector."""
-        item = self._at(keys).element_size()
-        vector: torch.Tensor = self._at(keys, (stop - start) * item)
-        return vector[start:stop]
+    def tensor(self, keys: Keys, part: slice | None = None) -> torch.Tensor:
+        """The tensor under these keys of the content, or a part of a vector."""
+        value: torch.Tensor = self._at(keys)
+        if part is None:
+            return self._at(keys, value.nbytes)  # type: ignore[no-any-return]
+        return self._at(keys, value[part].nbytes)[part]  # type: ignore[no-any-return]
 
     def _at(self, keys: Keys, size_bytes: int = 0) -> Any:
         value = self._mapped.get(size_bytes)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from accel_fsdp import atomic_files, console, disks, untrusted_files
 from accel_fsdp.checkpoints import completeness, file_names, marker
-from accel_fsdp.errors import UsageError, UserError, did_you_mean, one_line
+from accel_fsdp.errors import UsageError, UserError, did_you_mean, first_line
 
 URI = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/+(.+?)/*")
 """A URI, also one that became a path, which has a single slash. A drive of Windows has a single letter."""
@@ -25,17 +25,8 @@ def uri_of(place: Path | str) -> str:
     return f"{match[1].lower()}:{'///' if match[1] in ('file', 'local') else '//'}{match[2]}" if match else ""
 
 
-def reason(error: BaseException) -> str:
-    """An error of a store in one line."""
-    return one_line(str(error).strip().partition("\n")[0] or type(error).__name__)
-
-
 class Damaged(UserError):
     """A checkpoint's bytes in a store aren't those that were written."""
-
-
-class Unreached(UserError):
-    """A store doesn't answer, or refuses."""
 
 
 class Store:
@@ -63,21 +54,24 @@ class Store:
         except (ImportError, ValueError) as error:
             raise UsageError(
                 f"{uri} is not in a store that fsspec knows.{did_you_mean(protocol, fsspec.available_protocols())}",
-                why=reason(error),
+                why=first_line(error),
                 fix="s3://BUCKET/RUN, gs://BUCKET/RUN, az://CONTAINER/RUN (pip install 'accel-fsdp[s3]', gs or az), "
                 "hf://REPO/RUN or file:///FOLDER",
             ) from error
 
     @contextlib.contextmanager
-    def reached(self) -> Iterator[None]:
-        """Raises `Unreached` for any error of the store in the block."""
+    def reached(self, otherwise: str = "") -> Iterator[None]:
+        """Makes one error of any that the store raises in the block, or a line that says what happens `otherwise`."""
         try:
             yield
         except UserError:
             raise
         except Exception as error:  # each store has its own library, with its own classes
-            raise Unreached(
-                f"{self.uri}: {reason(error)}",
+            what = f"{self.uri}: {first_line(error)}"
+            if otherwise:
+                return console.say(f"{what}; {otherwise}", style="yellow")
+            raise UserError(
+                what,
                 why="the checkpoints there can't be read or written",
                 fix="check the name, the network, and the store's usual variables and files, such as AWS_PROFILE, "
                 "AWS_ENDPOINT_URL and ~/.aws/credentials",
@@ -89,16 +83,11 @@ class Store:
         Raises:
             UserError: an object's name leads out of the folder.
         """
-        root = f"{self.root}/{folder}" if folder else self.root
+        root = f"{self.root}/{folder}".rstrip("/")
         self.files.invalidate_cache()
-        start = len(self.files._strip_protocol(root)) + 1
-        names = [path[start:] for path in self.files.find(root) if len(path) > start]
-        if outside := next((name for name in names if not untrusted_files.is_inside(name)), None):
-            raise UserError(
-                f"{self.uri} holds an object named {outside!r}, outside of its folder",
-                why="a checkpoint doesn't belong there; nothing was fetched",
-                fix="don't trust this checkpoint; delete the object, or find out who wrote it",
-            )
+        names = [path[len(root) + 1 :] for path in self.files.find(root) if path != root]
+        for name in names:
+            untrusted_files.inside(Path(self.uri), name, "")
         return names
 
     def marker_of(self, name: str, machine: int = 0) -> bytes:
@@ -111,8 +100,7 @@ class Store:
 
     def checkpoints(self) -> list[str]:
         """The names of all checkpoints, complete or not, the oldest first."""
-        names = {name.partition("/")[0] for name in self.names()}
-        return sorted((name for name in names if file_names.step(name) >= 0), key=file_names.step)
+        return file_names.numbered({name.partition("/")[0] for name in self.names()})
 
     def written(self, name: str) -> marker.Marker:
         return marker.parsed(self.marker_of(name), Path(self.uri, name, file_names.MARKER))
@@ -129,25 +117,23 @@ class Store:
         """Uploads a file of one of the run's folders."""
         self.files.put_file(str(folder / name), f"{self.root}/{folder.name}/{name}")
 
-    def seal(self, checkpoint: Path, machine: int = 0, machines: int = 1) -> None:
-        """Marks a checkpoint as complete, once each machine has called this after it has uploaded its files.
+    def seal(self, checkpoint: Path, machine: int = 0, machines: int = 1) -> bool:
+        """Marks a checkpoint as complete, or returns False: another machine has not uploaded its files.
 
-        The first machine uploads the marker, each other one a copy, which shows that its files belong to that marker.
-
-        Raises:
-            BlockingIOError: another machine has not uploaded its files.
+        Call once the files of this machine are there. The first machine uploads the marker, each other one a copy,
+        which shows that its files belong to that marker.
         """
         name, content, others = checkpoint.name, marker.content_of(checkpoint), range(1, 1 if machine else machines)
-        if any(self.marker_of(name, other) != content for other in others):
-            raise BlockingIOError("another machine has not uploaded its files")
+        if content is None or any(self.marker_of(name, other) != content for other in others):
+            return False
         self.files.pipe_file(self._marker(name, machine), content)
         if others:
             self.files.rm([self._marker(name, other) for other in others])
+        return True
 
     def retire(self, keep: int | None, best: str | None) -> None:
         """Deletes what `completeness.retire` would delete of a folder of this machine, the marker first."""
-        names = self.checkpoints()
-        for name in completeness.outdated(names, [name for name in names if self.written(name).complete], keep, best):
+        for name in completeness.outdated(self.checkpoints(), lambda name: self.written(name).complete, keep, best):
             self.unseal(name)
             self.files.rm(f"{self.root}/{name}", recursive=True)
 
@@ -165,14 +151,13 @@ class Store:
                 why="its upload has not ended, or there is none",
                 fix="the URI of a run, as given to train/sft.py --checkpoint_uri, or of a checkpoint-N in it",
             )
-        files = [file for file in written.sizes if needed(file)]
-        size_bytes = sum(written.sizes[file] for file in files)
-        disks.check_room(run, size_bytes, f"{name} takes", "it can't be fetched", "free some space, or another folder")
+        sizes = {file: size for file, size in written.sizes.items() if needed(file)}
+        disks.check_room(run, sum(sizes.values()), f"{name} takes", "it can't be fetched", "free some space there")
         console.say(f"fetching {name} from {self.uri}", style="cyan")
         with atomic_files.replaced_folder(run / name) as folder:
-            lost = min(set(files).difference(self.names(name)), default="")
+            lost = min(sizes.keys() - self.names(name), default="")
             if not lost:
-                self._get(name, [*files, file_names.MARKER], folder)
+                self._get(name, [*sizes, file_names.MARKER], folder)
             if damage := f"{lost} is missing" if lost else marker.damage(folder, needed):
                 raise Damaged(f"{self.uri}/{name}: {damage}", why="it isn't what was written", fix="an older one")
         if not (run / file_names.DESCRIBED).exists():

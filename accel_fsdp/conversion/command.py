@@ -1,7 +1,5 @@
 """The command `accel-fsdp convert`: a checkpoint of one engine becomes one of another, with the optimizer."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -23,10 +21,8 @@ from accel_fsdp.checkpoints import (
 from accel_fsdp.command_line import arg, positional
 from accel_fsdp.config import ANY_FSDP, MigrationTarget, zero_name
 from accel_fsdp.conversion import fsdp_files, training_state, zero_files
-from accel_fsdp.conversion.training_state import TrainingState
-from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.errors import UsageError, UserError, first_line
 from accel_fsdp.exporter import companion_files, refusals, transformers_probe
-from accel_fsdp.models import first_line
 from accel_fsdp.units import counted, gb_or_mb
 
 ENGINES_OWN = (
@@ -59,10 +55,6 @@ class ConvertCommand:
         """DeepSpeed's stage; 0 for FSDP."""
         return int(self.to.removeprefix("zero")) if self.to.startswith("zero") else 0
 
-    @property
-    def engine(self) -> str:
-        return zero_name(self.stage) if self.stage else ANY_FSDP
-
 
 def convert(command: ConvertCommand) -> int:
     """Writes OUT, complete and compared with SRC, or not at all; returns 0.
@@ -79,21 +71,26 @@ def convert(command: ConvertCommand) -> int:
         raise UserError(f"{command.out} is inside of SRC", why="it would be deleted with it", fix="another OUT")
     _check(checkpoint)
     state, origin = training_state.read(checkpoint), marker.origin_of(checkpoint.folder) or Origin("")
-    layout = _zero_layout(command, checkpoint, state, origin) if command.stage else None
+    layout = _zero_layout(command, checkpoint, origin) if command.stage else None
+    engine = zero_name(command.stage) if command.stage else ANY_FSDP
     out, write = command.out.resolve(), layout.write if layout else fsdp_files.write
-    refusals.check_space(out, state.size_bytes, what="the checkpoint")
-    with atomic_files.replaced_folder(out) as folder, _explained_errors(command.out, folder):
-        with console.waiting("converting"):
-            write(state, folder)
-            for path in sorted(checkpoint.folder.iterdir()):  # what any engine reads: schedule, log, random states
-                if not path.is_dir() and not any(path.match(pattern) for pattern in ENGINES_OWN):
-                    untrusted_files.copy(path, folder / path.name, within=checkpoint.folder)
-        with console.waiting("comparing"):
-            _compare(checkpoint.folder, state, folder)
-        completeness.seal(folder, replace(origin, engine=command.engine))
+    size_bytes = sum(stored.size_bytes for stored in state.tensors.values())
+    refusals.check_space(out, size_bytes, what="the checkpoint")
+    with atomic_files.replaced_folder(out) as folder:
+        try:
+            with console.waiting("converting"):
+                write(state, folder)
+                for path in sorted(checkpoint.folder.iterdir()):  # what any engine reads: schedule, log, random states
+                    if not path.is_dir() and not any(path.match(pattern) for pattern in ENGINES_OWN):
+                        untrusted_files.copy(path, folder / path.name, within=checkpoint.folder)
+            with console.waiting("comparing"):
+                _compare(checkpoint.folder, state, folder)
+            completeness.seal(folder, replace(origin, engine=engine))
+        except (OSError, RuntimeError, CheckpointException) as error:  # torch's, if it can't write or was interrupted
+            raise _why(error, command.out, folder) from None
     ranks = counted(layout.ranks, "rank") if layout else "any number of ranks"
-    tensors = f"{counted(len(state.tensors), 'tensor')}, {gb_or_mb(state.size_bytes)}"
-    console.say(f"{command.out}: {command.engine}, for {ranks}; {tensors}, equal to SRC's", style="green")
+    tensors = f"{counted(len(state.tensors), 'tensor')}, {gb_or_mb(size_bytes)}"
+    console.say(f"{command.out}: {engine}, for {ranks}; {tensors}, equal to SRC's", style="green")
     console.say(f"resume: train/sft.py --resume_from_checkpoint {command.out}", style="green")
     return 0
 
@@ -127,9 +124,7 @@ def _check(checkpoint: CheckpointLocation) -> None:
         )
 
 
-def _zero_layout(
-    command: ConvertCommand, checkpoint: CheckpointLocation, state: TrainingState, origin: Origin
-) -> zero_files.ZeroLayout:
+def _zero_layout(command: ConvertCommand, checkpoint: CheckpointLocation, origin: Origin) -> zero_files.ZeroLayout:
     """How DeepSpeed will store it: on the ranks and in the precision of the flags, of SRC's files, or of its marker."""
     files = list(checkpoint.weights.glob(file_names.ZERO_OPTIMIZERS))
     precision: str | None = command.mixed_precision
@@ -147,27 +142,22 @@ def _zero_layout(
         )
     description = transformers_probe.describe(companion_files.find(checkpoint, command.model).folder)
     step = completeness.step_of(checkpoint.folder)
-    return zero_files.ZeroLayout(
-        description, command.stage, ranks, step, step * origin.rows_per_step, is_bf16=precision == "bf16"
+    return zero_files.ZeroLayout(description, command.stage, ranks, step, is_bf16=precision == "bf16")
+
+
+def _why(error: BaseException, out: Path, folder: Path) -> BaseException:
+    """Why OUT could not be written: the end of the process or a damaged SRC, if one of them is the cause."""
+    for cause in disks.chain(error):
+        if isinstance(cause, (SystemExit, KeyboardInterrupt, UserError)):
+            return cause
+    return UserError(
+        f"cannot write {out}: {disks.full(error, folder) or first_line(error)}",
+        why="the checkpoint is incomplete and was removed",
+        fix="free some space on that disk, or another OUT",
     )
 
 
-@contextmanager
-def _explained_errors(out: Path, folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, RuntimeError, CheckpointException) as error:  # torch's, if it can't write or was interrupted
-        for cause in disks.chain(error):
-            if isinstance(cause, (SystemExit, KeyboardInterrupt, UserError)):
-                raise cause from None
-        raise UserError(
-            f"cannot write {out}: {disks.full(error, folder) or first_line(error)}",
-            why="the checkpoint is incomplete and was removed",
-            fix="free some space on that disk, or another OUT",
-        ) from error
-
-
-def _compare(checkpoint: Path, state: TrainingState, folder: Path) -> None:
+def _compare(checkpoint: Path, state: training_state.TrainingState, folder: Path) -> None:
     """Reads OUT as any checkpoint, and refuses a tensor or a group that differs from SRC's."""
     location = discover.look(folder)
     assert location is not None  # it was written just now
@@ -175,7 +165,8 @@ def _compare(checkpoint: Path, state: TrainingState, folder: Path) -> None:
     before, after = state.tensors, written.tensors
     differing = sorted(before.keys() ^ after.keys())
     differing += [name for name in before.keys() & after if not same_bytes(before[name], after[name])]
-    if state.members != written.members:
+    groups = [[sorted(group[training_state.PARAMS]) for group in of.filled_groups] for of in (state, written)]
+    if groups[0] != groups[1]:
         differing.append("the optimizer's groups")
     if differing:
         raise UserError(

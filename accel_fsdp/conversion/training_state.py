@@ -40,11 +40,6 @@ class TrainingState:
         return [group for group in self.groups if group[PARAMS]]
 
     @property
-    def members(self) -> list[list[str]]:
-        """The names of each group that has any; engines sort them."""
-        return [sorted(group[PARAMS]) for group in self.filled_groups]
-
-    @property
     def trained(self) -> set[str]:
         return {name for group in self.groups for name in group[PARAMS]}
 
@@ -53,10 +48,6 @@ class TrainingState:
         """All tensors, by names that tell weights and moments apart."""
         moments = {f"{key} of {name}": part for name, of_name in self.moments.items() for key, part in of_name.items()}
         return {**self.weights, **moments}
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(stored.size_bytes for stored in self.tensors.values())
 
 
 def read(checkpoint: CheckpointLocation) -> TrainingState:
@@ -72,10 +63,10 @@ def read(checkpoint: CheckpointLocation) -> TrainingState:
     if content.adapter:
         raise refused(f"{checkpoint.folder} is of an adapter", "only checkpoints of full training are converted")
     groups, paths = _groups(checkpoint)
-    lost = [path for path in paths if path.startswith(STATE) and path not in content.optimizer]
-    if lost := [*lost, *(path for path in content.optimizer if not path.startswith(STATE))]:
+    all_paths = (*paths, *content.optimizer)
+    if odd := [path for path in all_paths if path not in content.optimizer or not path.startswith(STATE)]:
         raise refused(
-            f"the optimizer's {lost[0]} is of an unexpected kind",
+            f"the optimizer's {odd[0]} is of an unexpected kind",
             "its state must be tensors, and its settings plain numbers, as those of torch's optimizers",
         )
     if not groups:

@@ -28,28 +28,26 @@ ALIGNED_ELEMENTS = 2
 SUB_GROUP_ELEMENTS = 1_000_000_000
 """ZeRO-3: a rank's elements from which on a group is divided, by default (`sub_group_size`)."""
 MASTER = torch.float32
-WEIGHTS = ""
-"""The key of a part's weights, beside those of its moments."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A group of the optimizer's parameters, or in ZeRO-3 a part of one; `vectors` has those of all ranks by key."""
+    """A group of the optimizer's parameters, or in ZeRO-3 a part of one, with each rank's share of it."""
 
     group: int
     names: list[str]
-    vectors: dict[str, list[torch.Tensor]]
+    weights: list[torch.Tensor]
+    states: list[dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class ZeroLayout:
-    """A checkpoint of a stage for `ranks` ranks, after so many steps and rows."""
+    """A checkpoint of a stage for `ranks` ranks, after so many steps."""
 
     description: Description
     stage: int
     ranks: int
     step: int
-    rows: int
     is_bf16: bool
     """DeepSpeed looks for files of another name under bf16 (`_get_zero_ckpt_prefix`)."""
 
@@ -65,27 +63,20 @@ class ZeroLayout:
         inner, prefix = folder / f"{file_names.GLOBAL_STEP}{self.step}", file_names.BF16 if self.is_bf16 else ""
         inner.mkdir()
         (folder / file_names.LATEST).write_text(inner.name)
-        moments = next(iter(state.moments.values()), {})
-        keys = [WEIGHTS, *(key for key, moment in moments.items() if moment.shape)]
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            parts = [
-                _Part(group, names, {key: self._vectors(state, names, key, scratch) for key in keys})
-                for group, names in self._divided(state)
-            ]
+            parts = [self._part(state, group, names, scratch) for group, names in self._divided(state)]
             model = self._model(state, parts, scratch)
-            for rank in range(self.ranks):
-                of_rank = f"{file_names.ZERO_RANK}{rank}_mp_rank_00"
-                if self.stage == 3 or rank == 0:
-                    name = of_rank if self.stage == 3 else "mp_rank_00"
-                    torch.save(model, inner / f"{name}_model_states.pt")
-                torch.save(self._optimizer(state, parts, rank), inner / f"{prefix}{of_rank}_optim_states.pt")
+            of_ranks = [f"{file_names.ZERO_RANK}{rank}_mp_rank_00" for rank in range(self.ranks)]
+            for name in of_ranks if self.stage == 3 else ["mp_rank_00"]:
+                torch.save(model, inner / f"{name}_model_states.pt")
+            for rank, name in enumerate(of_ranks):
+                torch.save(self._optimizer(state, parts, rank), inner / f"{prefix}{name}_optim_states.pt")
 
     def _divided(self, state: TrainingState) -> Iterator[tuple[int, list[str]]]:
         """The number of each part's group, and the names of its parameters in the order of the model."""
-        order = {name: number for number, name in enumerate(self.description.memory)}
         for number, group in enumerate(state.filled_groups):
-            names, elements = list[str](), 0
-            for name in sorted(group[PARAMS], key=lambda name: order[name]):
+            names, elements, members = list[str](), 0, set(group[PARAMS])
+            for name in filter(members.__contains__, self.description.memory):
                 names.append(name)
                 elements += -(-prod(state.weights[name].shape) // self.ranks)
                 if self.stage == 3 and elements >= SUB_GROUP_ELEMENTS:
@@ -94,30 +85,36 @@ class ZeroLayout:
             if names:
                 yield number, names
 
-    def _vectors(self, state: TrainingState, names: list[str], key: str, scratch: str) -> list[torch.Tensor]:
-        """The ranks' shares of the vector of these weights, or of their moments under `key`."""
-        tensors = [state.weights[name] if key == WEIGHTS else state.moments[name][key] for name in names]
+    def _part(self, state: TrainingState, group: int, names: list[str], scratch: str) -> _Part:
+        weights = self._vectors([state.weights[name] for name in names], scratch, padded=self.stage == 3)
+        of_names = [state.moments.get(name, {}) for name in names]
+        keys = [key for key, moment in of_names[0].items() if moment.shape]
+        moments = {key: self._vectors([of_name[key] for of_name in of_names], scratch) for key in keys}
+        numbers = [{k: m.load() for k, m in of_name.items() if not m.shape} for of_name in of_names]  # such as `step`
+        if any(other != numbers[0] for other in numbers):
+            raise _unfit("the weights of a group were trained for different numbers of steps")
+        states = [{key: vectors[rank] for key, vectors in moments.items()} | numbers[0] for rank in range(self.ranks)]
+        return _Part(group, names, weights, states)
+
+    def _vectors(self, tensors: list[Stored], scratch: str, padded: bool = True) -> list[torch.Tensor]:
+        """The ranks' shares of the vector of these tensors; without padding at the end unless it is `padded`."""
         counts = [prod(tensor.shape) for tensor in tensors]
-        if self.stage == 3:  # each parameter is divided
-            shares = [-(-count // self.ranks) for count in counts]
-            width = sum(shares)
-            whole = _mapped(scratch, width * self.ranks)
-            places = torch.split(whole.view(self.ranks, width), shares, dim=1)
-        else:
-            width = self._share(sum(counts))
-            whole = _mapped(scratch, width * self.ranks)
-            places = torch.split(whole[: sum(counts)], counts)
+        parts = self.ranks if self.stage == 3 else 1  # of each parameter
+        shares = [-(-count // parts) for count in counts]
+        width = self._share(sum(shares))
+        whole = _mapped(scratch, width * self.ranks)
+        places = torch.split(whole[: parts * sum(shares)].view(parts, -1), shares, dim=1)
         for tensor, count, place in zip(tensors, counts, places, strict=True):
-            padded = functional.pad(flat(tensor.load()), (0, place.numel() - count))
-            place.copy_(padded.view(place.shape))
-        end = sum(counts) if self.stage < 3 and key == WEIGHTS else len(whole)  # those weights have no padding
+            elements = functional.pad(flat(tensor.load()), (0, place.numel() - count))
+            place.copy_(elements.view(place.shape))
+        end = len(whole) if padded else sum(counts)
         bounds = [min(rank * width, end) * MASTER.itemsize for rank in range(self.ranks + 1)]
         # torch.save writes whole storages, so that each rank gets one that is a part of the file
         return [torch.empty(0).set_(whole.untyped_storage()[low:high]) for low, high in pairwise(bounds)]
 
     def _share(self, elements: int) -> int:
-        """ZeRO-1 and 2: a rank's part of a group, with padding."""
-        return -(-elements // (ALIGNED_ELEMENTS * self.ranks)) * ALIGNED_ELEMENTS
+        """A rank's part of a group, with padding; in ZeRO-3 the elements are a rank's already."""
+        return elements if self.stage == 3 else -(-elements // (ALIGNED_ELEMENTS * self.ranks)) * ALIGNED_ELEMENTS
 
     def _model(self, state: TrainingState, parts: list[_Part], scratch: str) -> dict[str, Any]:
         trained = state.trained
@@ -130,23 +127,18 @@ class ZeroLayout:
             "module": {n: _copied(w, scratch) if n in stored else torch.empty(0) for n, w in weights.items()},
             **{"buffer_names": sorted(buffers), "shared_params": shared, "lr_scheduler": None},
             "param_shapes": [{name: torch.Size(state.weights[name].shape) for name in part.names} for part in parts],
-            **{"skipped_steps": 0, "global_steps": self.step, "global_samples": self.rows},
+            **{"skipped_steps": 0, "global_steps": self.step},
             **{"dp_world_size": self.ranks, "mp_world_size": 1, "ds_version": version("deepspeed")},
         }
 
     def _optimizer(self, state: TrainingState, parts: list[_Part], rank: int) -> dict[str, Any]:
-        states: dict[int, dict[str, torch.Tensor]] = {}
-        for number, part in enumerate(parts):
-            states[number] = {key: vectors[rank] for key, vectors in part.vectors.items() if key != WEIGHTS}
-            states[number] |= _numbers(state, part.names)
+        states = {number: part.states[rank] for number, part in enumerate(parts)}
         groups = [
             {**group, PARAMS: [number for number, part in enumerate(parts) if part.group == index]}
             for index, group in enumerate(state.filled_groups)
         ]
-        inner, flat = (
-            (deepspeed.INNER_3, deepspeed.FLAT_3) if self.stage == 3 else (deepspeed.INNER_2, deepspeed.FLAT_2)
-        )
-        own = [part.vectors[WEIGHTS][rank] for part in parts]
+        flat, inner = deepspeed.KEYS[self.stage]
+        own = [part.weights[rank] for part in parts]
         stored = {
             **{"zero_stage": self.stage, "partition_count": self.ranks, "ds_version": version("deepspeed")},
             **{"loss_scaler": _no_scaler(), "dynamic_loss_scale": False, "overflow": False},
@@ -171,23 +163,13 @@ def _check(state: TrainingState, description: Description) -> None:
                 why="DeepSpeed stores weights in the order of the model's code",
                 fix="give the model that was trained: --model ID_OR_FOLDER",
             )
-        moments = state.moments.get(name, {})
-        if any(moment.shape not in (shape, ()) for moment in moments.values()):
-            raise _unfit("an optimizer's state has another shape than its weight")
-        if any(tensor.dtype != MASTER for tensor in (state.weights[name], *moments.values())):
-            raise _unfit("weights or moments aren't in float32, in which DeepSpeed stores them")
+        tensors = (state.weights[name], *state.moments.get(name, {}).values())
+        if any(tensor.dtype != MASTER or tensor.shape not in (shape, ()) for tensor in tensors):
+            raise _unfit("weights or moments aren't in float32, or a moment has another shape than its weight")
     if len({tuple(sorted(state.moments.get(name, {}))) for name in trained}) > 1:
         raise _unfit("some weights have no optimizer state")
     if frozen := sorted(parameters - trained - {name for group in description.ties for name in group}):
         raise _unfit(f"{frozen[0]} is not trained")
-
-
-def _numbers(state: TrainingState, names: list[str]) -> dict[str, torch.Tensor]:
-    """The part of the state that a group's weights share, such as `step`."""
-    numbers = [{k: m.load() for k, m in state.moments.get(name, {}).items() if not m.shape} for name in names]
-    if any(other != numbers[0] for other in numbers):
-        raise _unfit("the weights of a group were trained for different numbers of steps")
-    return numbers[0]
 
 
 def _unfit(what: str) -> UserError:

@@ -4,9 +4,12 @@ import re
 import sysconfig
 from pathlib import Path
 
-FRAME = re.compile(r'^  File "(.+)", line (\d+),? in (\S+)', re.MULTILINE)
 FIRST, LAST = "(most recent call first)", "(most recent call last)"
 """The heads of stacks by C code, where the main thread's comes last, and of an error's."""
+FRAME = {
+    head: re.compile(rf'^  File "(.+)", line (\d+){comma} in (\S+)', re.MULTILINE)
+    for head, comma in ((FIRST, ""), (LAST, ","))
+}
 COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
 LIBRARIES = tuple(f"{sysconfig.get_path('purelib')}/{name}/" for name in ("torch", "accelerate"))
 RECORDED = {
@@ -34,7 +37,7 @@ def lines(folder: Path) -> list[str]:
 def _place(text: str) -> str:
     """The innermost code that isn't torch's, Accelerate's or Python's own, and the collective that it waited in."""
     head = LAST if LAST in text else FIRST
-    frames = FRAME.findall(text.rpartition(head)[2])
+    frames = FRAME[head].findall(text.rpartition(head)[2])  # a rank may write its stacks also after its error
     frames = frames[::-1] if head == LAST else frames
     collective = ""
     for file, line, function in frames:

@@ -1,6 +1,5 @@
 from . import command as command
 from . import inputs as inputs
-from .command import all_rules as all_rules
 from .command import lint as lint
 from .command import lint_all as lint_all
 from .command import show_rules as show_rules

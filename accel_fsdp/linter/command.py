@@ -8,12 +8,12 @@ from types import MappingProxyType
 from typing import Any
 
 from accel_fsdp import atomic_files, console
-from accel_fsdp.config import ReadConfig, yaml_file
+from accel_fsdp.config import ReadConfig, apply, yaml_file
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 from accel_fsdp.linter import formats
 from accel_fsdp.linter.flags import CheckCommand, LintOptions
 from accel_fsdp.linter.inputs import read_given, read_launch, read_subject
-from accel_fsdp.linter.rules import RULES, Finding, Rule, Subject, locate, repair, run
+from accel_fsdp.linter.rules import RULES, Finding, Subject, locate, run
 
 REPAIR_ROUNDS = 6
 NAMES = frozenset({"AF102", "AF103", "AF104", "AF105", "AF108"})
@@ -203,20 +203,18 @@ def _repair(path: Path, options: LintOptions, given: Subject, ignored: set[str])
             return
         findings = _findings(subject, document, ignored)
         names = [finding for finding in findings if finding.edits and finding.code in NAMES]
-        if not repair(document, names or findings):
+        edits = dict.fromkeys(edit for finding in names or findings for edit in finding.edits)
+        if not edits:
             break
+        apply(document, edits)
         atomic_files.write_text(path, yaml_file.dump(document))
     console.show_diff(before, yaml_file.load(path).source, str(path))
-
-
-def all_rules() -> list[Rule]:
-    return [RULES[code] for code in sorted(RULES)]
 
 
 def show_rules(code: str | None) -> int:
     """Lists all rules, or explains one."""
     if code is None:
-        for rule in all_rules():
+        for rule in RULES.values():
             console.put(f"{rule.code} {rule.severity:7} {rule.texts[0][0]}")
         return 0
     if code.upper() not in RULES:

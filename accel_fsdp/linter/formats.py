@@ -17,8 +17,6 @@ from accel_fsdp.linter.rules import RULES, Finding, Severity
 from accel_fsdp.units import counted
 
 COLOURS: dict[Severity, str] = {"error": "red", "warning": "yellow", "note": "cyan"}
-COMMANDS: dict[Severity, str] = {"error": "error", "warning": "warning", "note": "notice"}
-"""The commands by which a step of GitHub Actions annotates a file."""
 SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 UNREADABLE = "unreadable"
 """The code of a file that can't be linted, in the formats for programs."""
@@ -43,7 +41,10 @@ def format_of(options: LintOptions) -> Format:
 
 def show(read: Read, unread: Unread, output: Format) -> None:
     if output == "text":
-        _show_texts(read, unread)
+        for path, findings in read.items():
+            show_text(path, findings)
+        for error in unread.values():
+            console.say(str(error), lines=True)
         return
     rows = [(str(path), finding) for path, findings in read.items() for finding in findings]
     rows += [(name, _unreadable(name, error)) for name, error in unread.items()]
@@ -63,13 +64,6 @@ def _unreadable(name: str, error: UserError) -> Finding:
     line, column = (int(number) if number else None for number in place.groups()) if place else (None, None)
     what = error.what[place.end() :] if place else error.what
     return Finding("", what, error.why, error.fix, code=UNREADABLE, line=line, column=column)
-
-
-def _show_texts(read: Read, unread: Unread) -> None:
-    for path, findings in read.items():
-        show_text(path, findings)
-    for error in unread.values():
-        console.say(str(error), lines=True)
 
 
 def show_text(path: Path, findings: list[Finding], print_row: Callable[..., None] = console.put) -> None:
@@ -100,7 +94,8 @@ def annotation(name: str, finding: Finding) -> str:
     file = _relative(name).as_posix() if _is_file(name) else ""
     properties = {"file": file, "line": finding.line, "col": finding.column, "title": finding.code}
     words = ",".join(f"{key}={_escaped(str(value), ',:')}" for key, value in properties.items() if value)
-    return f"::{COMMANDS[finding.severity]} {words}::{_escaped(_message(finding))}"
+    kind = "notice" if finding.severity == "note" else finding.severity
+    return f"::{kind} {words}::{_escaped(_message(finding))}"
 
 
 def _escaped(text: str, more: str = "") -> str:
@@ -120,23 +115,22 @@ def _fix(finding: Finding) -> str:
 
 def sarif(rows: Iterable[tuple[str, Finding]]) -> dict[str, Any]:
     """A SARIF log of one run, with all rules and these findings."""
-    described = [(rule.code, rule.severity, rule.texts[0][0], rule.explanation) for _, rule in sorted(RULES.items())]
-    rules = [_rule(*words) for words in (*described, UNREADABLE_RULE)]
+    described = [(rule.code, rule.severity, rule.texts[0][0], rule.explanation) for rule in RULES.values()]
+    rules: list[dict[str, Any]] = [
+        {
+            "id": code,
+            "shortDescription": {"text": title},
+            "fullDescription": {"text": explanation},
+            "help": {"text": explanation},
+            "defaultConfiguration": {"level": severity},
+        }
+        for code, severity, title, explanation in (*described, UNREADABLE_RULE)
+    ]
     indices = {rule["id"]: index for index, rule in enumerate(rules)}
     driver = {"name": "accel-fsdp", "version": __version__, "rules": rules}
     results = [{**_result(name, finding), "ruleIndex": indices[finding.code]} for name, finding in rows]
     run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": results}
     return {"$schema": SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}
-
-
-def _rule(code: str, severity: str, title: str, explanation: str) -> dict[str, Any]:
-    return {
-        "id": code,
-        "shortDescription": {"text": title},
-        "fullDescription": {"text": explanation},
-        "help": {"text": explanation},
-        "defaultConfiguration": {"level": severity},
-    }
 
 
 def _result(name: str, finding: Finding) -> dict[str, Any]:
@@ -145,7 +139,9 @@ def _result(name: str, finding: Finding) -> dict[str, Any]:
         return result
     column = {"startColumn": finding.column} if finding.column else {}
     region = {"startLine": finding.line or 1, **column}  # GitHub requires one
-    place = {"artifactLocation": {"uri": _uri(_relative(name))}, "region": region}
+    path = _relative(name)
+    uri = path.as_uri() if path.is_absolute() else quote(path.as_posix())
+    place = {"artifactLocation": {"uri": uri}, "region": region}
     return {**result, "locations": [{"physicalLocation": place}]}
 
 
@@ -157,7 +153,3 @@ def _relative(name: str) -> Path:
     """The path from the repository's folder, which GitHub names, or the working one; unchanged for a file elsewhere."""
     path, root = Path(os.path.abspath(name)), Path(os.environ.get(WORKSPACE) or Path.cwd())
     return path.relative_to(root) if path.is_relative_to(root) else Path(name)
-
-
-def _uri(path: Path) -> str:
-    return path.as_uri() if path.is_absolute() else quote(path.as_posix())

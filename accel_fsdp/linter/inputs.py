@@ -77,23 +77,22 @@ def _uses_sft(script: Path) -> bool:
 
 def read_given(sources: Sources) -> Subject:
     """Reads model, arguments and script once for all YAMLs of a command, because each may be a pipe."""
-    arguments = "" if sources.args is None else yaml_file.read_text(sources.args, NO_ARGUMENTS, GIVE_ARGUMENTS)
-    script = None if sources.script is None else _script_text(sources.script)
-    args = None if sources.args is None else _arguments(sources.args, arguments)
     given = Subject({}, model=None if sources.model is None else _read_model(sources.model))
-    given = _with_command(given, command_words(arguments), args)
-    if script is None or sources.script is None:
-        return given
-    uses_sft = USES_TRAINING.search(script) is not None
-    return replace(given, script=_parse_script(sources.script, script), uses_sft=uses_sft)
+    if sources.args is not None:
+        text = yaml_file.read_text(sources.args, NO_ARGUMENTS, GIVE_ARGUMENTS)
+        given = _with_command(given, command_words(text), _arguments(sources.args, text))
+    if sources.script is not None:
+        text = _script_text(sources.script)
+        given = replace(given, script=_parse_script(sources.script, text), uses_sft=bool(USES_TRAINING.search(text)))
+    return given
 
 
-def _with_command(given: Subject, words: list[str], args: dict[str, Any] | None) -> Subject:
+def _with_command(given: Subject, words: list[str], args: dict[str, Any]) -> Subject:
     """The inputs with a command line and its arguments, which may name the model."""
     before, script, _ = _around_script(words)
     return replace(
         given,
-        model=given.model or _model_here(args or {}),
+        model=given.model or _model_here(args),
         args=args,
         starter=launcher_of(words),
         launcher=command_line.parse_command_line(before) if launcher_of(words) == "accelerate" else {},

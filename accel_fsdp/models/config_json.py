@@ -9,6 +9,7 @@ from typing import Any
 from accel_fsdp import untrusted_files
 from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import LIBRARIES, UserError
+from accel_fsdp.errors import first_line as first_line
 
 ANYWHERE = Path(os.path.abspath(os.sep))
 """Reading a model copies nothing, so its user may have put links to another disk into its folder."""
@@ -73,13 +74,6 @@ def _message_of(error: Exception) -> str:
     if not lines or len(lines[0].split()) == 1:  # a KeyError, whose text is the key
         return f"{type(error).__name__} {' '.join(lines)}".strip()
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, for a one-line message; for a UserError, its `what`."""
-    if isinstance(error, UserError):
-        return error.what
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def quant_method(settings: Any) -> str:

@@ -222,9 +222,7 @@ class CheckpointWriter(TrainerCallback):  # type: ignore[misc]
     def _seal(self, folder: Path, hashes: dict[str, str] | None) -> None:
         with self._abandon_on_errors(folder):
             completeness.seal(folder, self.origin(), hashes)
-        uploading = self.uploads.current if self.uploads is not None else None
-        best = self.trainer.state.best_model_checkpoint
-        completeness.retire(folder.parent, self.keep, best, uploading.name if uploading else "")
+        completeness.retire(folder.parent, self.keep, self.trainer.state.best_model_checkpoint)
 
 
 def lost_a_rank(error: BaseException) -> bool:

@@ -27,7 +27,6 @@ from accel_fsdp.checkpoints import Origin, completeness
 from accel_fsdp.errors import UserError
 
 STEP = 4
-Large = Callable[[int], Path]
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "amsgrad": False, "fused": None}
 
 
@@ -123,14 +122,15 @@ def test_an_optimizer_without_state(source: Path, tmp_path: Path) -> None:
     assert [len(group["params"]) for group in groups] == [16, 5]
 
 
-def without_schedule(checkpoint: Path) -> None:
-    (checkpoint / "complete.json").unlink()
-    (checkpoint / "scheduler.pt").unlink()
+def unmarked(*parts: str) -> Callable[[Path], None]:
+    """A checkpoint without a marker and without these parts of it."""
 
+    def remove(checkpoint: Path) -> None:
+        (checkpoint / "complete.json").unlink()
+        for part in parts:
+            (checkpoint / part).rename(checkpoint.with_name("removed"))
 
-def without_optimizer(checkpoint: Path) -> None:
-    (checkpoint / "complete.json").unlink()
-    shutil.rmtree(checkpoint / "optimizer_0")
+    return remove
 
 
 def of_fp16(checkpoint: Path) -> None:
@@ -147,10 +147,6 @@ def flipped(checkpoint: Path) -> None:
 
 def cut(checkpoint: Path) -> None:
     os.truncate(checkpoint / "pytorch_model_fsdp_0" / "__0_0.distcp", 100)
-
-
-def unmarked(checkpoint: Path) -> None:
-    (checkpoint / "complete.json").unlink()
 
 
 def rewritten(change: Callable[[dict[str, torch.Tensor], dict[str, Any]], None]) -> Callable[[Path], None]:
@@ -194,14 +190,14 @@ def of_a_larger_model(checkpoint: Path) -> None:
 
 TWO: dict[str, Any] = {"ranks": 2, "mixed_precision": "no"}
 REFUSED: dict[str, tuple[Callable[[Path], None], str, dict[str, Any], str]] = {
-    "no schedule": (without_schedule, "fsdp2", {}, "has no scheduler.pt that can be read"),
-    "no optimizer": (without_optimizer, "fsdp2", {}, "holds no optimizer whose state names the parameters"),
+    "no schedule": (unmarked("scheduler.pt"), "fsdp2", {}, "has no scheduler.pt that can be read"),
+    "no optimizer": (unmarked("optimizer_0"), "fsdp2", {}, "holds no optimizer whose state names the parameters"),
     "fp16": (of_fp16, "zero1", {"ranks": 2}, "is of fp16"),
     "a flipped bit": (flipped, "fsdp2", {}, "is damaged: optimizer_0/__0_0.distcp has changed"),
     "a cut file": (cut, "fsdp2", {}, r"lacks pytorch_model_fsdp_0/__0_0.distcp \(has 100 of [\d,]+ bytes\)"),
-    "no number of ranks": (unmarked, "zero2", {}, "--to zero2 without --ranks"),
-    "no precision": (unmarked, "zero2", {"ranks": 2}, "--to zero2 without --mixed-precision"),
-    "no rank": (unmarked, "zero2", {"ranks": 0}, "--ranks 0"),
+    "no number of ranks": (unmarked(), "zero2", {}, "--to zero2 without --ranks"),
+    "no precision": (unmarked(), "zero2", {"ranks": 2}, "--to zero2 without --mixed-precision"),
+    "no rank": (unmarked(), "zero2", {"ranks": 0}, "--ranks 0"),
     "moments in bf16": (rewritten(narrow_moments), "zero3", TWO, "aren't in float32"),
     "frozen": (rewritten(freeze_one), "zero3", TWO, "lm_head.weight is not trained"),
     "another model": (
@@ -236,26 +232,18 @@ def test_what_is_there_is_not_replaced(source: Path) -> None:
     assert sorted(source.rglob("*")) == before
 
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Large:
+def large(run: Path, layers: int) -> Path:
     """A checkpoint with so many layers of 38 MB."""
-
-    def make(layers: int) -> Path:
-        run = tmp_path_factory.mktemp(f"large{layers}")
-        sizes = {"hidden_size": 512, "intermediate_size": 1365, "num_attention_heads": 8, "num_key_value_heads": 8}
-        config = LlamaConfig(vocab_size=512, num_hidden_layers=layers, architectures=["LlamaForCausalLM"], **sizes)
-        config.save_pretrained(run / "model")
-        return write(run / f"checkpoint-{STEP}", *state_of(LlamaForCausalLM(config)))
-
-    return make
+    sizes = {"hidden_size": 512, "intermediate_size": 1365, "num_attention_heads": 8, "num_key_value_heads": 8}
+    config = LlamaConfig(vocab_size=512, num_hidden_layers=layers, architectures=["LlamaForCausalLM"], **sizes)
+    config.save_pretrained(run / "model")
+    return write(run / f"checkpoint-{STEP}", *state_of(LlamaForCausalLM(config)))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_an_early_end_leaves_no_checkpoint(
-    number: signal.Signals, large: Callable[[int], Path], tmp_path: Path
-) -> None:
-    out = tmp_path / "new" / f"checkpoint-{STEP}"
-    words: list[str | Path] = [sys.executable, "-m", "accel_fsdp", "convert", large(4), out, "--to", "fsdp2"]
+def test_an_early_end_leaves_no_checkpoint(number: signal.Signals, tmp_path: Path) -> None:
+    source, out = large(tmp_path / "run", 4), tmp_path / "new" / f"checkpoint-{STEP}"
+    words: list[str | Path] = [sys.executable, "-m", "accel_fsdp", "convert", source, out, "--to", "fsdp2"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     while not any(out.parent.rglob("*.distcp")) and process.poll() is None:
@@ -299,7 +287,8 @@ def test_an_end_inside_of_torchs_archive_is_no_failure_to_write(
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells a process's peak memory there")
-def test_memory_holds_some_tensors(large: Large, tmp_path: Path) -> None:
+def test_memory_holds_some_tensors(tmp_path: Path) -> None:
     """Of states of 0.9 and 1.8 GB."""
-    peaks = [peak_bytes("convert", large(layers), tmp_path / f"{layers}", "--to", "fsdp2") for layers in (24, 48)]
+    sources = {layers: large(tmp_path / f"run{layers}", layers) for layers in (24, 48)}
+    peaks = [peak_bytes("convert", src, tmp_path / f"{layers}", "--to", "fsdp2") for layers, src in sources.items()]
     assert peaks[1] < 1.3 * peaks[0]

@@ -9,7 +9,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from accel_fsdp import cli
-from accel_fsdp.checkpoints import Origin, completeness, discover
+from accel_fsdp.checkpoints import Origin, completeness
 from accel_fsdp.errors import UserError
 from accel_fsdp.training import resuming
 
@@ -71,18 +71,3 @@ def test_an_object_outside_of_its_folder_is_not_fetched(
     with pytest.raises(UserError, match="outside of its folder"):
         cli.call(["export", f"file://{run}", str(tmp_path / "out")])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["store"]
-
-
-def test_deepspeeds_folder_is_the_one_that_latest_names(tmp_path: Path) -> None:
-    """`Accelerator.save_state` names it pytorch_model; in other folders `latest` may link to a checkpoint."""
-    inner = tmp_path / "saved" / "pytorch_model"
-    inner.mkdir(parents=True)
-    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
-        (inner / name).touch()
-    (tmp_path / "saved" / "latest").write_text("pytorch_model")
-    for folder in (inner.parent, inner):
-        checkpoint = discover.look(folder)
-        assert checkpoint is not None
-        assert (checkpoint.kind, checkpoint.folder, checkpoint.weights) == ("ZeRO", inner.parent, inner)
-    (tmp_path / "latest").symlink_to("saved")
-    assert discover.look(tmp_path) is None

@@ -60,6 +60,7 @@ def test_top_level_keys_are_accelerates_own() -> None:
 
 
 FOR_LAUNCHER = [field for field in FSDP_FIELDS if field.engines != {Engine.TPU}]
+FOR_XLA = [field.key for field in FSDP_FIELDS if field.engines == {Engine.TPU}]
 
 
 @pytest.mark.parametrize("field", FOR_LAUNCHER, ids=lambda field: field.key)
@@ -74,29 +75,13 @@ def test_an_fsdp_key_reaches_the_ranks_as_the_table_says(field: Field, tmp_path:
     assert environment(tmp_path, fsdp_config=settings)[variable_of(field)].lower() == str(value).lower()
 
 
-@pytest.mark.parametrize("field", [field for field in FSDP_FIELDS if field.engines == {Engine.TPU}])
-def test_an_xla_key_reaches_nobody(field: Field, tmp_path: Path) -> None:
-    """Red when Accelerate starts to hand them on: then train/sft.py need not read the YAML itself."""
-    plain = environment(tmp_path, fsdp_config={"fsdp_version": 1})
-    assert environment(tmp_path, fsdp_config={"fsdp_version": 1, field.key: True}) == plain
-
-
-@pytest.mark.pain("P06")
-def test_a_missing_version_means_1(tmp_path: Path) -> None:
-    assert environment(tmp_path, fsdp_config={})["FSDP_VERSION"] == "1"
-    assert BY_NAME["fsdp_config", "fsdp_version"].default == 1
-
-
-def test_the_prefix_may_be_left_out_of_fsdp_keys(tmp_path: Path) -> None:
-    assert environment(tmp_path, fsdp_config={"version": 2, "offload_params": True})["FSDP_OFFLOAD_PARAMS"] == "true"
-
-
 @pytest.mark.pain("P05")
-@pytest.mark.parametrize("key", [*RETIRED, "fsdp_limit_all_gathers", "fsdp_anything"])
+@pytest.mark.parametrize("key", [*RETIRED, "fsdp_limit_all_gathers", "fsdp_anything", *FOR_XLA])
 def test_unknown_and_retired_fsdp_keys_change_nothing(key: str, tmp_path: Path) -> None:
-    """AF103 and AF104: red when Accelerate starts to read or to refuse them."""
+    """AF103 and AF104: red when Accelerate starts to read or to refuse them. Then train/sft.py needn't read XLA's."""
     plain = environment(tmp_path, fsdp_config={"fsdp_version": 1})
-    assert environment(tmp_path, fsdp_config={"fsdp_version": 1, key: "BACKWARD_POST"}) == plain
+    value = True if key in FOR_XLA else "BACKWARD_POST"
+    assert environment(tmp_path, fsdp_config={"fsdp_version": 1, key: value}) == plain
 
 
 @pytest.mark.parametrize("field", MESH_FIELDS, ids=lambda field: field.key)
@@ -107,37 +92,16 @@ def test_a_mesh_key_reaches_the_ranks(field: Field, tmp_path: Path) -> None:
     assert seen[variable_of(field)].lower() == str(value).lower()
 
 
-@pytest.mark.pain("P41")
-@pytest.mark.parametrize("name", ["dp_replicate_size", "dp_shard_size", "tp_size"])
-def test_a_mesh_key_without_its_prefix_is_dropped(name: str, tmp_path: Path) -> None:
-    """AF105: red when Accelerate adds the prefix here too."""
-    seen = environment(tmp_path, fsdp_config={"fsdp_version": 2}, parallelism_config={name: 2})
-    assert seen[f"PARALLELISM_CONFIG_{name.upper()}"] == "1"
-
-
 @pytest.mark.parametrize(
-    ("key", "value", "attribute", "kept"),
-    [
-        ("rdzv_backend", "c10d", "rdzv_backend", "static"),
-        ("same_network", True, "same_network", False),
-        ("enable_cpu_affinity", True, "enable_cpu_affinity", False),
-    ],
+    ("key", "value", "kept"),
+    [("rdzv_backend", "c10d", "static"), ("same_network", True, False), ("enable_cpu_affinity", True, False)],
 )
-def test_keys_that_only_work_on_the_command_line(
-    key: str, value: Any, attribute: str, kept: Any, tmp_path: Path
-) -> None:
+def test_keys_that_only_work_on_the_command_line(key: str, value: Any, kept: Any, tmp_path: Path) -> None:
     """AF107: red when the file's value wins."""
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({**MINIMAL, "fsdp_config": {}, key: value}))
-    assert getattr(launcher.launcher_args(path, Path(__file__), ()), attribute) == kept
+    assert getattr(launcher.launcher_args(path, Path(__file__), ()), key) == kept
     assert not BY_NAME["", key].engines
-
-
-@pytest.mark.pain("P04")
-def test_reshard_after_forward_is_overridden_under_fsdp1(tmp_path: Path) -> None:
-    """AF302: the strategy is exported whether or not it was given, and the plugin looks at it first."""
-    seen = environment(tmp_path, fsdp_config={"fsdp_version": 1, "fsdp_reshard_after_forward": "NO_SHARD"})
-    assert seen["FSDP_SHARDING_STRATEGY"] == "FULL_SHARD"
 
 
 @pytest.mark.parametrize("field", DEEPSPEED_FIELDS, ids=lambda field: field.key)

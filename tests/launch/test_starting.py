@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import accel_fsdp, at_once, here, made_yaml
 
-from accel_fsdp.launch import launcher
+from accel_fsdp.launch import last_places, launcher
 
 BEGIN = """
 import hashlib, os, sys, time
@@ -64,6 +64,15 @@ def test_a_rank_that_sleeps_ends_the_job_which_says_where_ranks_were(tmp_path: P
         assert folder is not None
         assert '.py", line 8 in sleep' in (Path(folder[1]) / "rank_1").read_text()
         shutil.rmtree(folder[1])
+
+
+def test_the_place_of_a_rank_that_met_an_error_and_then_its_timeout(tmp_path: Path) -> None:
+    error = 'Traceback (most recent call last):\n  File "/job/own.py", line 7, in step\nRuntimeError: closed by peer\n'
+    stacks = 'Timeout (0:00:15)!\nThread 0x1 (most recent call first):\n  File "/job/begin.py", line 2 in <module>\n'
+    for rank, text in enumerate((error + stacks, stacks, "")):
+        (tmp_path / f"rank_{rank}").write_text(text)
+    places = ["  rank 0: /job/own.py:7 in step", "  rank 1: /job/begin.py:2 in <module>", "  rank 2: wrote none"]
+    assert last_places.lines(tmp_path)[1:] == places
 
 
 SCRIPTS = {

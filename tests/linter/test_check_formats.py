@@ -10,12 +10,11 @@ from urllib.parse import unquote
 
 import pytest
 from checking import V2
+from conftest import here
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft4Validator
 
-from accel_fsdp import cli
-from accel_fsdp.errors import UsageError
 from accel_fsdp.linter import formats
 from accel_fsdp.linter.rules import RULES, Finding
 
@@ -48,29 +47,50 @@ def read_back(line: str) -> tuple[str, dict[str, str], str]:
     return match[1], properties, message
 
 
-def test_github_gets_an_annotation_per_finding(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def annotations(*words: str, code: int) -> list[tuple[str, dict[str, str], str]]:
+    finished = here("check", "--format", "github", *words)
+    assert finished.code == code
+    return [read_back(line) for line in finished.printed.splitlines()]
+
+
+def sarif(*words: str, code: int) -> Any:
+    """The run of a valid log."""
+    finished = here("check", "--format", "sarif", *words)
+    assert finished.code == code
+    log = json.loads(finished.printed)
+    assert [error.message for error in Draft4Validator(SCHEMA).iter_errors(log)] == []
+    (run,) = log["runs"]
+    return run
+
+
+def place_of(result: Any) -> tuple[str, int | None, int | None]:
+    place = result["locations"][0]["physicalLocation"]
+    region = place.get("region", {})
+    return unquote(place["artifactLocation"]["uri"]), region.get("startLine"), region.get("startColumn")
+
+
+def test_github_gets_an_annotation_per_finding(repository: Path) -> None:
+    """Unreadable files and inputs have one too; the job may work in a folder inside of the repository."""
     (repository / "configs" / "bad, 50%.yaml").write_text(BAD.replace("ofload", "ofload%0A"))
-    words = ["check", "--format", "github", "configs/good.yaml", str(repository / "configs" / "bad, 50%.yaml")]
-    assert cli.call(words) == 1
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("::error file=configs/bad%2C 50%25.yaml,line=8,col=3,title=AF103::")
-    kind, properties, message = read_back(line)
-    assert (kind, properties["file"], properties["title"]) == ("error", "configs/bad, 50%.yaml", "AF103")
-    assert message.startswith("nothing reads fsdp_ofload%0A_params.")
-    assert [text.partition(":")[0] for text in message.splitlines()[1:]] == ["why", "fix"]
+    of_file, of_broken = annotations("broken.yaml", "configs/good.yaml", "configs/bad, 50%.yaml", code=2)
+    assert of_file[:2] == ("error", {"file": "configs/bad, 50%.yaml", "line": "8", "col": "3", "title": "AF103"})
+    what, why, fix = of_file[2].splitlines()
+    assert what.startswith("nothing reads fsdp_ofload%0A_params.")
+    assert (why.partition(":")[0], fix.partition(":")[0]) == ("why", "fix")
+    assert [of_broken[1][key] for key in ("file", "line", "title")] == ["broken.yaml", "2", "unreadable"]
+    ((_, properties, message),) = annotations("--args", "nowhere", "configs/good.yaml", code=2)
+    assert (properties, "nowhere" in message) == ({"title": "unreadable"}, True)
 
 
-def test_github_is_told_of_unreadable_files_too(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.call(["check", "--format", "github", "broken.yaml", "configs/bad, 50%.yaml"]) == 2
-    commands = [read_back(line) for line in capsys.readouterr().out.splitlines()]
-    assert [tuple(properties[key] for key in ("file", "line", "title")) for _, properties, _ in commands] == [
-        ("configs/bad, 50%.yaml", "8", "AF103"),
-        ("broken.yaml", "2", "unreadable"),
-    ]
-    assert cli.call(["check", "--format", "github", "--args", "nowhere", "configs/good.yaml"]) == 2
-    _, properties, message = read_back(capsys.readouterr().out.strip())
-    assert properties == {"title": "unreadable"}
-    assert "nowhere" in message
+def test_paths_are_those_of_the_repository(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job of GitHub may work in a folder inside; the repository's is in a variable."""
+    monkeypatch.chdir(repository / "configs")
+    (result,) = sarif(str(repository / "broken.yaml"), code=2)["results"]
+    assert place_of(result)[0] == (repository / "broken.yaml").as_uri()  # a file outside has its whole address
+    monkeypatch.setenv("GITHUB_WORKSPACE", str(repository))
+    ((_, properties, message),) = annotations("bad, 50%.yaml", code=1)
+    assert (properties["file"], properties["line"]) == ("configs/bad, 50%.yaml", "8")
+    assert "(--fix does it)" in message
 
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1).filter(lambda name: name != "-")
@@ -87,114 +107,55 @@ def test_a_workflow_command_is_one_line_that_reads_back(name: str, what: str, li
     assert message == f"{what}\nwhy: w\nfix: f"
 
 
-def test_sarif_is_valid_and_says_where(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sarif_says_where(repository: Path) -> None:
     (repository / "noted.yaml").write_text("num_processes: 2\nfsdp_config: {fsdp_version: 2, fsdp_ofload_params: no}\n")
-    words = ["broken.yaml", "noted.yaml", "configs/bad, 50%.yaml", "configs/good.yaml"]
-    assert cli.call(["check", "--format", "sarif", *words]) == 2
-    (run,) = valid(json.loads(capsys.readouterr().out))["runs"]
+    run = sarif("broken.yaml", "noted.yaml", "configs/bad, 50%.yaml", "configs/good.yaml", code=2)
     rules = run["tool"]["driver"]["rules"]
     assert [rule["id"] for rule in rules] == [*sorted(RULES), "unreadable"]
     assert all(rules[result["ruleIndex"]]["id"] == result["ruleId"] for result in run["results"])
-    found = {(result["ruleId"], *place_of(result)) for result in run["results"]}
     assert {
         ("AF103", "configs/bad, 50%.yaml", 8, 3),
         ("AF103", "noted.yaml", 2, 32),
         ("AF101", "noted.yaml", 1, None),  # about the whole file
         ("unreadable", "broken.yaml", 2, 1),
-    } <= found
+    } <= {(result["ruleId"], *place_of(result)) for result in run["results"]}
     (misspelt,) = (result for result in run["results"] if place_of(result)[0].endswith("%.yaml"))
     assert misspelt["level"] == "error"
     assert re.search(r"fsdp_ofload_params.*\nwhy: .*\nfix: .*", misspelt["message"]["text"])
 
 
-@pytest.mark.parametrize("text", [V2, "", "a: [", BAD, "num_processes: 0\n", "- 1\n", "distributed_type: FSPD\n"])
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [(V2, 0), ("", 2), ("a: [", 2), (BAD, 1), ("num_processes: 0\n", 1), ("- 1\n", 2), ("distributed_type: FSPD\n", 1)],
+)
 @pytest.mark.parametrize("name", ["plain.yaml", "with: a colon.yaml", "größe#1?.yaml"])
-def test_sarif_is_valid_for_any_file(
-    text: str, name: str, repository: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sarif_is_valid_for_any_file(text: str, code: int, name: str, repository: Path) -> None:
     (repository / name).write_text(text)
-    cli.call(["check", "--format", "sarif", name])
-    (run,) = valid(json.loads(capsys.readouterr().out))["runs"]
-    assert {place_of(result)[0] for result in run["results"]} <= {name}
+    assert {place_of(result)[0] for result in sarif(name, code=code)["results"]} <= {name}
 
 
-def test_a_file_outside_of_the_working_folder_has_its_whole_address(
-    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(repository / "configs")
-    cli.call(["check", "--format", "sarif", str(repository / "broken.yaml")])
-    (run,) = valid(json.loads(capsys.readouterr().out))["runs"]
-    assert [place_of(result)[0] for result in run["results"]] == [(repository / "broken.yaml").as_uri()]
-
-
-def valid(log: Any) -> Any:
-    assert [error.message for error in Draft4Validator(SCHEMA).iter_errors(log)] == []
-    return log
-
-
-def place_of(result: Any) -> tuple[str, int | None, int | None]:
-    place = result["locations"][0]["physicalLocation"]
-    region = place.get("region", {})
-    return unquote(place["artifactLocation"]["uri"]), region.get("startLine"), region.get("startColumn")
-
-
-def test_the_flags_of_the_formats(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--json` is the short form; of two formats neither is taken."""
-    outputs = []
-    for flags in (["--json"], ["--format", "json"], ["--json", "--format", "json"]):
-        assert cli.call(["check", *flags, "configs/bad, 50%.yaml"]) == 1
-        outputs.append(json.loads(capsys.readouterr().out))
-    assert outputs[0] == outputs[1] == outputs[2]
-    assert list(outputs[0][0]) == KEYS
-    with pytest.raises(UsageError, match="--json and --format text"):
-        cli.call(["check", "--json", "--format", "text", "configs/good.yaml"])
-    with pytest.raises(UsageError, match="Did you mean sarif"):
-        cli.call(["check", "--format", "sarf", "configs/good.yaml"])
-
-
-def piped(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode("latin-1"))))
+def test_json_is_short_for_its_format(repository: Path) -> None:
+    flags = (["--json"], ["--format", "json"], ["--json", "--format", "json"])
+    short, *others = (json.loads(here("check", *words, "configs/bad, 50%.yaml").printed) for words in flags)
+    assert (list(short[0]), others) == (KEYS, [short, short])
 
 
 @pytest.mark.parametrize("words", [["-"], []])
 def test_an_editors_text_has_the_name_of_its_file(
-    words: list[str], repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file itself, which is faultless, is as it was saved last."""
-    named = ["check", "--stdin-filename", "configs/good.yaml", *words]
-    piped(monkeypatch, BAD)
-    assert cli.call(named) == 1
-    assert capsys.readouterr().out.startswith("configs/good.yaml:8: error AF103: ")
-    piped(monkeypatch, BAD)
-    assert cli.call([*named, "--format", "sarif"]) == 1
-    (result,) = valid(json.loads(capsys.readouterr().out))["runs"][0]["results"]
+    """The file itself, which is faultless, is as it was saved last; without a name stdin has no place."""
+    named = ["--stdin-filename", "configs/good.yaml", *words]
+
+    def pipe() -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(BAD.encode())))
+
+    pipe()
+    finished = here("check", *named)
+    assert (finished.code, finished.printed.partition(": ")[0]) == (1, "configs/good.yaml:8")
+    pipe()
+    (result,) = sarif(*named, code=1)["results"]
     assert place_of(result) == ("configs/good.yaml", 8, 3)
-
-
-def test_a_name_of_stdin_is_for_stdin_alone() -> None:
-    for files in (["a.yaml"], ["a.yaml", "-"]):
-        with pytest.raises(UsageError, match=r"--stdin-filename b\.yaml with files"):
-            cli.call(["check", "--stdin-filename", "b.yaml", *files])
-
-
-def test_stdin_is_no_file_of_the_repository(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    piped(monkeypatch, BAD)
-    assert cli.call(["check", "--format", "sarif", "-"]) == 1
-    (result,) = valid(json.loads(capsys.readouterr().out))["runs"][0]["results"]
+    pipe()
+    (result,) = sarif("-", code=1)["results"]
     assert (result["ruleId"], "locations" in result) == ("AF103", False)
-
-
-def test_paths_are_those_of_the_repository(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A job of GitHub may work in a folder inside; the repository's is in a variable."""
-    (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "fsdp.yaml").write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_verion: 2\n")
-    monkeypatch.chdir(tmp_path / "configs")
-    monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path))
-    cli.call(["check", "--format", "github", "fsdp.yaml"])
-    told = capfd.readouterr().out
-    assert "::error file=configs/fsdp.yaml,line=3" in told
-    assert "(--fix does it)" in told

@@ -1,45 +1,118 @@
-"""What a user asks of `check`: folders, rules to leave out, a command line; and what is right is clean."""
+"""The command `accel-fsdp check`, and `launch`, which checks first: exit codes, messages, rules to leave out, stdin."""
 
-import shlex
+import json
+import sys
 from pathlib import Path
 
 import pytest
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from checking import DDP, V1, V2
-from conftest import ROOT
+from checking import V1, V2
+from conftest import SFT, here, run
 
-from accel_fsdp import cli, linter
-from accel_fsdp.config import yaml_file
-from accel_fsdp.errors import UsageError
+from accel_fsdp import linter
+from accel_fsdp.linter.rules import RULES
 
+DRY = "launch --dry-run"
 RETIRED = "  fsdp_backward_prefetch_policy: BACKWARD_PRE"
-BF16 = V2.replace("'no'", "bf16")
-TRAINER = "--bf16 --learning_rate 1e-5 --per_device_train_batch_size 1 --gradient_accumulation_steps 4 --output_dir out"
-TRAINER += " --eval_strategy steps --save_strategy steps --logging_steps 10 --num_train_epochs 3 --max_length 4096"
+FILES = {
+    "good.yaml": V2,
+    "warned.yaml": V2 + "  fsdp_use_orig_params: false\n",
+    "typo.yaml": V2 + "  fsdp_ofload_params: true\n",
+    "retired.yaml": f"{V1}{RETIRED}\n",
+    "args.sh": "accelerate launch train.py \\\n  --optim adafactor\n",
+    "train.py": "import trl\n\ntrainer.train()\ntrainer.save_model()\n",
+    "broken.py": "def (",
+    "two.yaml": f"num_machines: 2\n{V2}",
+    "engine.yaml": f"# Launch:\n#   accel-fsdp launch THIS_FILE train/sft.py --max_steps 3\nnum_machines: 2\n{V2}",
+    "launched.sh": "accelerate launch --config_file two.yaml train.py --bf16\n",
+    "addressed.sh": "accelerate launch --main-process-ip 10.0.0.1 --config_file two.yaml train.py --bf16\n",
+    "config.json": V2,
+    "configs/good.yaml": V2,
+    "configs/compose.yaml": "services: {web: {image: nginx}}\n",
+    "configs/deep/bad.yml": f"{V1}{RETIRED}\n",
+    "clean/good.yaml": V2,
+    "clean/compose.yaml": "services: {web: {image: nginx}}\n",
+    "empty/compose.yaml": "services: {web: {image: nginx}}\n",
+}
 
 
-def checked(path: Path, args: str = "", **options: object) -> dict[str, str]:
-    """The severity of each rule that finds something."""
-    if args:
-        options["args"] = path.with_suffix(".args")
-        path.with_suffix(".args").write_text(args)
-    findings = linter.lint(path, linter.LintOptions(**options))  # type: ignore[arg-type]
-    return {finding.code: finding.severity for finding in findings}
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with the files."""
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "fsdp.yaml"
-    path.write_text(f"{V1}{RETIRED}\n")
-    return path
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ("check good.yaml", 0, "good.yaml: clean"),
+        ("check good.yaml warned.yaml", 0, "warning AF305"),
+        ("check good.yaml warned.yaml --strict", 1, "warning AF305"),
+        ("check good.yaml --args args.sh", 1, "AF604"),
+        ("check", 2, "fix: accel-fsdp check FILE.yaml"),
+        ("check two.yaml --strict", 1, "takes it and the machine's number from SLURM, Kubernetes and SkyPilot"),
+        ("check two.yaml --strict", 1, "or --main-process-ip ADDRESS before the script"),
+        ("check two.yaml --args launched.sh", 1, "error AF403"),
+        ("check two.yaml --args addressed.sh", 0, "clean"),
+        ("check engine.yaml --strict", 0, "clean"),
+        ("check good.yaml --args none", 2, "fix: --args FILE, which holds"),
+        ("check none.yaml", 2, "error: cannot read none.yaml"),
+        ("check none.yaml typo.yaml", 2, "error: cannot read none.yaml"),
+        ("check none.yaml typo.yaml", 2, "typo.yaml:8: error AF103"),
+        ("check good.yaml --model nope/none", 2, "error: cannot read the config of nope/none"),
+        ("check good.yaml --script train.py", 0, "warning AF901: train.py:4: save_model writes nothing"),
+        ("check good.yaml --script broken.py", 2, "broken.py"),
+        ("check good.yaml --script none.py", 2, "none.py"),
+        ("check config.json", 2, "not JSON"),  # Accelerate chooses the parser by the name
+        ("check --fix -", 2, "fix: accel-fsdp check --fix FILE"),
+        ("check --explain af302", 0, "launcher always exports"),
+        ("check --explain AF999", 2, "fix: accel-fsdp check --list-rules"),
+        ("check retired.yaml", 1, "error AF104"),
+        ("check retired.yaml --strict --ignore af104", 0, "clean"),
+        ("check retired.yaml --strict --ignore AF104,AF301", 0, "clean"),
+        ("check retired.yaml --ignore AF999", 2, "there is no rule AF999"),
+        ("check configs", 1, "bad.yml:8: error AF104"),
+        ("check clean --strict", 0, "clean/good.yaml: clean"),
+        ("check empty", 2, "no Accelerate YAML in empty"),
+        ("check --json --format text good.yaml", 2, "--json and --format text"),
+        ("check --format sarf good.yaml", 2, "Did you mean sarif"),
+        ("check --stdin-filename b.yaml a.yaml", 2, "--stdin-filename b.yaml with files"),
+        ("check --stdin-filename b.yaml a.yaml -", 2, "--stdin-filename b.yaml with files"),
+        ("launch good.yaml train.py --no-check", 2, "--no-check after SCRIPT"),
+        (f"{DRY} good.yaml train.py --optim adafactor", 1, "AF604"),
+        (f"{DRY} good.yaml train.py --optim adafactor", 1, "--no-check launches it as it is"),
+        (f"{DRY} --no-check good.yaml train.py --optim adafactor", 0, "AF604"),
+        (f"{DRY} --no-check good.yaml train.py --optim adafactor", 0, "good.yaml train.py --optim adafactor"),
+        (f"{DRY} good.yaml train.py --label_smoothing_factor 0.1", 1, "AF630"),
+        (f"{DRY} good.yaml {SFT} --label_smoothing_factor 0.1", 0, "label_smoothing"),  # which train/sft.py mends
+        (f"{DRY} good.yaml train.py", 0, "warning AF901: train.py:4"),
+        (f"{DRY} good.yaml train.py", 0, "accelerate launch --config_file good.yaml train.py"),
+    ],
+)
+def test_what_a_command_ends_with(words: str, code: int, says: str) -> None:
+    finished = here(*words.split())
+    assert (finished.code, says in finished.text) == (code, True), finished.output
+    for never in ("Traceback", "compose.yaml", "--layer-class"):
+        assert never not in finished.output
+    if words.startswith(DRY):  # what is printed is to be copied
+        assert " AF" not in finished.printed
+        assert ("accelerate launch" in finished.printed) == ("not launched" not in finished.text) == (not code)
 
 
-def test_a_rule_is_left_out_by_its_code(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert checked(file) == {"AF104": "error"}
-    assert checked(file, ignore="af104") == {}
-    assert cli.call(["check", str(file), "--ignore", "AF104,AF301", "--strict"]) == 0
-    assert cli.call(["check", str(file), "--ignore", "AF999"]) == 2
-    assert "there is no rule AF999" in capsys.readouterr().err
+def test_all_rules_are_listed() -> None:
+    assert [line.split()[0] for line in here("check", "--list-rules").printed.splitlines()] == sorted(RULES)
+
+
+def test_json_lists_unreadable_files_too() -> None:
+    read, unread = json.loads(here("check", "none.yaml", "typo.yaml", "--json").printed)
+    assert (read["file"], read["code"]) == ("typo.yaml", "AF103")
+    assert (unread["file"], unread["code"]) == ("none.yaml", "unreadable")
+    assert read.keys() == unread.keys()
+    listed = here("check", "typo.yaml", "--args", "none", "--json")
+    assert (listed.code, [entry["code"] for entry in json.loads(listed.printed)]) == (2, ["unreadable"])
 
 
 @pytest.mark.parametrize(
@@ -50,121 +123,34 @@ def test_a_rule_is_left_out_by_its_code(file: Path, capsys: pytest.CaptureFixtur
         f"{RETIRED}  #accel-fsdp:  ignore af104",
     ],
 )
-def test_a_rule_is_left_out_at_a_line(line: str, file: Path) -> None:
-    file.write_text(f"{V1}{line}\n")
-    assert checked(file) == {}
-    assert checked(file, fix=True) == {}
+def test_a_rule_is_left_out_at_a_line(line: str, folder: Path) -> None:
+    (file := folder / "fsdp.yaml").write_text(f"{V1}{line}\n")
+    assert linter.lint(file, linter.LintOptions()) == linter.lint(file, linter.LintOptions(fix=True)) == []
     assert file.read_text() == f"{V1}{line}\n"
     file.write_text(f"{V1}{line.replace('AF104', 'AF105').replace('af104', 'af105')}\n")
-    assert checked(file) == {"AF104": "error"}
+    assert [finding.code for finding in linter.lint(file, linter.LintOptions())] == ["AF104"]
 
 
-def test_a_folder_stands_for_its_accelerate_yamls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "configs"
-    (folder / "deep").mkdir(parents=True)
-    (folder / "good.yaml").write_text(V2)
-    (folder / "deep" / "bad.yml").write_text(f"{V1}{RETIRED}\n")
-    (folder / "compose.yaml").write_text("services: {web: {image: nginx}}\n")
-    assert cli.call(["check", str(folder)]) == 1
-    output = capsys.readouterr()
-    assert "bad.yml:8: error AF104" in output.out
-    assert "compose.yaml" not in output.out + output.err
-    (folder / "deep" / "bad.yml").unlink()
-    assert cli.call(["check", str(folder), "--strict"]) == 0
-    (folder / "good.yaml").unlink()
-    with pytest.raises(UsageError, match="no Accelerate YAML in"):
-        cli.call(["check", str(folder)])
-
-
-@pytest.mark.parametrize("flag", ["--multi_gpu", "--use_deepspeed", "--tpu"])
-def test_a_flag_without_a_value_does_not_take_the_script(flag: str, tmp_path: Path) -> None:
-    path = tmp_path / "fsdp.yaml"
-    path.write_text(V2)
-    line = f"accelerate launch --config_file {path} {flag} my_train.py --bf16"
-    args, *_ = _validate_launch_command(launch_command_parser().parse_args(shlex.split(line)[2:]))
-    assert (args.training_script, args.use_fsdp) == ("my_train.py", False)
-    assert checked(path, line)["AF409"] == "error"
-    assert "AF409" not in checked(path, line.replace(f" {flag}", ""))
-    assert "AF409" not in checked(path, f"accelerate launch --config_file {path} my_train.py {flag}")
-
-
-def test_torchrun_with_our_script_that_reads_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "fsdp.yaml"
-    path.write_text(V2)
-    line = f"torchrun --nproc_per_node 2 train/sft.py --accelerate_config {path} --max_steps 3"
-    assert checked(path, line) == {}
-    assert checked(path, line.replace("--accelerate_config", "--config")) == {"AF408": "warning"}
-    assert checked(path, line.replace("train/sft.py", "mine.py")) == {"AF408": "warning"}
+def test_checking_imports_no_heavy_library() -> None:
+    code = (
+        "import sys; from pathlib import Path; from accel_fsdp import linter\n"
+        "linter.lint_all(linter.CheckCommand(files=(Path('good.yaml'),)))\n"
+        "print([m for m in ('torch', 'transformers', 'accelerate') if m in sys.modules])"
+    )
+    assert run([sys.executable, "-c", code]).output.endswith("[]\n")
 
 
 @pytest.mark.parametrize(
-    ("names", "left"),
+    "text",
     [
-        ("DownBlock, CrossDownBlock. UpBlock, CrossUpBlock", "DownBlock, CrossDownBlock. UpBlock, CrossUpBlock"),
-        ("DownBlock CrossDownBlock", "DownBlock CrossDownBlock"),
-        ("[DownBlock, 'Cross UpBlock']", ["DownBlock", "Cross UpBlock"]),
-        ("DownBlock, a.b.UpBlock", "DownBlock,UpBlock"),
-        ("models.llama.modeling_llama.LlamaDecoderLayer", "LlamaDecoderLayer"),
+        "from accel_fsdp.training import SftTrainer\ntrainer.save_model()\n",
+        "#!/bin/sh\nexec python train.py # trainer.save_model()\n",
+        "trainer.save_model()\0\n",
     ],
 )
-def test_no_repair_loses_a_layer_class(names: str, left: object, tmp_path: Path) -> None:
-    path = tmp_path / "fsdp.yaml"
-    path.write_text(V2.replace("LlamaDecoderLayer", names))
-    assert checked(path)["AF206"] == "error"
-    checked(path, fix=True)
-    assert yaml_file.load(path)["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] == left
-
-
-@pytest.mark.parametrize(("precision", "dtype"), [("fp8", "bfloat16"), ("bf16", "bfloat16"), ("'no'", "float32")])
-def test_four_bits_are_stored_in_the_dtype_of_the_shards(precision: str, dtype: str, tmp_path: Path) -> None:
-    """As Accelerate's plugin chooses it: `set_mixed_precision` has bfloat16 for fp8."""
-    path = tmp_path / "fsdp.yaml"
-    path.write_text(V2.replace("'no'", precision))
-    assert "AF612" in checked(path, "train.py --load_in_4bit")
-    fixes = [f.fix for f in linter.lint(path, linter.LintOptions(args=path.with_suffix(".args"))) if f.code == "AF612"]
-    assert fixes == [f"--bnb_4bit_quant_storage {dtype}"]
-    assert "AF612" not in checked(path, f"train.py --load_in_4bit {fixes[0]}")
-
-
-@pytest.mark.parametrize(
-    ("keys", "severity"),
-    [
-        ("fsdp_sharding_strategy: FULL_SHARD", "note"),
-        ("fsdp_sharding_strategy: 2\n  fsdp_reshard_after_forward: false", "note"),
-        ("fsdp_sharding_strategy: SHARD_GRAD_OP", "error"),
-        ("fsdp_sharding_strategy: HYBRID_SHARD", "error"),
-    ],
-)
-def test_a_strategy_under_fsdp2_is_as_bad_as_what_it_changes(keys: str, severity: str, tmp_path: Path) -> None:
-    path = tmp_path / "fsdp.yaml"
-    path.write_text(f"{V2}  {keys}\n")
-    assert checked(path)["AF303"] == severity
-
-
-USUAL = "rdzv_backend: static\nsame_network: true\nenable_cpu_affinity: false\ndowncast_bf16: 'no'\nuse_cpu: false\n"
-
-
-@pytest.mark.parametrize("args", ["", f"accelerate launch --config_file f.yaml train.py {TRAINER}", TRAINER])
-@pytest.mark.parametrize("text", [BF16, BF16 + USUAL, DDP + USUAL])
-def test_what_is_right_is_clean(text: str, args: str, tmp_path: Path) -> None:
-    """A faultless bf16 file, also as `accelerate config` writes it, with ordinary arguments of Trainer."""
-    path = tmp_path / "fsdp.yaml"
-    path.write_text(text)
-    assert checked(path, args) == {}
-
-
-SHIPPED = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
-
-
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_our_own_files_pass_strictly(path: Path) -> None:
-    """With the arguments of their headers."""
-    assert cli.call(["check", "--strict", str(path)]) == 0
-
-
-def test_a_file_in_float32_passes_strictly_with_our_script(tmp_path: Path) -> None:
-    path = tmp_path / "fsdp.yaml"
-    words = ["--model", "meta-llama/Llama-3.1-8B", "--gpus", "8xH100-80GB", "--mixed-precision", "no", "-o", str(path)]
-    assert cli.call(["config", "--yes", *words]) == 0
-    assert "train/sft.py" in path.read_text()
-    assert cli.call(["check", "--strict", str(path), "--model", "meta-llama/Llama-3.1-8B"]) == 0
+def test_launch_warns_of_no_other_script(text: str, folder: Path) -> None:
+    """One that mends it, or isn't Python."""
+    (folder / "own.py").write_text(text)
+    launched = here("launch", "--dry-run", "good.yaml", "own.py")
+    assert (launched.code, "AF901" in launched.output) == (0, False)
+    assert "accelerate launch --config_file good.yaml own.py\n" in launched.printed

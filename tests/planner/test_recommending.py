@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from conftest import ROOT, SFT, here, planned
 
-from accel_fsdp import linter, planner
+from accel_fsdp import planner
 from accel_fsdp.config import Engine, Method
 from accel_fsdp.hardware import gpus
 from accel_fsdp.linter.rules import Subject, run
@@ -103,7 +103,6 @@ MACHINES = ("1xA100", "2xRTX4090", "8xA100-40GB", "8xH100", "4x8xH100")
 @pytest.mark.parametrize(("place", "method"), [(0, "full"), (1, "lora"), (2, "qlora")])
 def test_whatever_is_recommended_passes_the_linter_and_fits(place: int, method: Method) -> None:
     """A third of the catalogue with each method: wizard, linter and memory agree with the choice and its equals."""
-    rules = {rule.code: rule for rule in linter.all_rules()}
     entries = catalogue.entries()
     planned = [name for name in entries if method in entries[name].get("methods", [method])]
     distinct = [name for name in planned if trace_store.first_alike(name) == name]
@@ -117,7 +116,7 @@ def test_whatever_is_recommended_passes_the_linter_and_fits(place: int, method: 
                 continue
             assert report.proposer is not None
             values = to_yaml.to_mapping(report.proposer.answers(candidate.job))
-            faults = run(Subject(values, args=proposal.arguments(candidate.job)), rules)
+            faults = run(Subject(values, args=proposal.arguments(candidate.job)))
             # AF403: the address of machine 0 is known where a job starts.
             assert [f for f in faults if f.severity != "note" and f.code != "AF403"] == [], name
 

@@ -1,6 +1,6 @@
 """Whether a mesh divides a model: `check`, `plan`, `config` and `train/sft.py` say the same of each family.
 
-What real ranks do with such meshes is in `linter/test_upstream_mesh.py` and `test_trained_meshes.py`.
+What real ranks do with such meshes is in `linter/test_upstream_ranks.py` and `test_trained_meshes.py`.
 """
 
 import math

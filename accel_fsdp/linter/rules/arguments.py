@@ -18,11 +18,6 @@ def _words(subject: Subject, *names: str) -> set[str]:
     return set(from_arguments.names_in(next(filter(None, map(subject.arg, names)), None)))
 
 
-def _without_policy(subject: Subject) -> bool:
-    twice = subject.arg_on("gradient_checkpointing", "activation_checkpointing")
-    return subject.is_fsdp and subject.on("fsdp_activation_checkpointing") and twice and not subject.uses_sft
-
-
 def _deposed_precision(subject: Subject) -> Cases:
     """A note where the file asks for none, as the arguments then say what is trained."""
     value = subject.values.get("mixed_precision")
@@ -30,13 +25,6 @@ def _deposed_precision(subject: Subject) -> Cases:
         return None
     severity = "note" if str(value).lower() == "no" else None
     return {"precision": subject.asked_precision, "value": value, "severity": severity}
-
-
-def _weights_only(subject: Subject, best: bool) -> bool:
-    """`best`: with the best model at the end; else in shards."""
-    only = subject.is_fsdp and subject.arg_on("save_only_model")
-    wants_best = subject.arg_on("load_best_model_at_end")
-    return only and (wants_best if best else not wants_best and subject.sharded_state_dict)
 
 
 def _misspelt(subject: Subject) -> Cases:
@@ -96,7 +84,9 @@ ROWS = (
     combined("AF602", "warning", VERSION, "adapter-fsdp1", seen="P02 P105 ranks peft"),
     Row(
         "AF603", "error", RECOMPUTE, "activation checkpointing is on twice", "Trainer stops: can't both be set to True",
-        "turn one off; with LoRA this one", _without_policy, seen="P25 ranks trl.SFTTrainer",
+        "turn one off; with LoRA this one", seen="P25 ranks trl.SFTTrainer",
+        when=lambda s: s.is_fsdp and s.on("fsdp_activation_checkpointing") and not s.uses_sft
+        and s.arg_on("gradient_checkpointing", "activation_checkpointing"),
     ),
     combined(
         "AF604", "error", "{engine}", *combinations.names_about("optimizer", "stops"),
@@ -119,11 +109,13 @@ ROWS = (
     ),
     Row(
         "AF608", "error", "distributed_type", "--save_only_model excludes --load_best_model_at_end", "Trainer stops",
-        "drop --save_only_model", lambda s: _weights_only(s, best=True), seen="P78 ranks",
+        "drop --save_only_model", seen="P78 ranks",
+        when=lambda s: s.is_fsdp and s.arg_on("save_only_model") and s.arg_on("load_best_model_at_end"),
     ),
     Row(
         "AF608", "error", STATE, "--save_only_model needs FULL_STATE_DICT", "Trainer stops", "drop --save_only_model",
-        lambda s: _weights_only(s, best=False), seen="transformers#36627",
+        lambda s: s.is_fsdp and s.arg_on("save_only_model") and s.sharded_state_dict
+        and not s.arg_on("load_best_model_at_end"), seen="transformers#36627",
     ),
     Row(
         "AF640", "error", "", "--{name} is unknown. Did you mean --{near}?", "train/sft.py refuses it",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
-from accel_fsdp.config import Edit, apply, short_name
+from accel_fsdp.config import Edit, short_name
 from accel_fsdp.job import clashes, combinations
 from accel_fsdp.linter.rules.subject import Subject
 
@@ -94,19 +94,19 @@ def combined(
     *names: str,
     seen: str,
     only: Callable[[Subject], bool] = lambda subject: True,
-    edits: Callable[[Subject], tuple[Edit, ...]] = lambda subject: (),
+    edit: tuple[Edit, ...] = (),
 ) -> Row:
     """A row about the rows with these names in the table of combinations, for `only` some jobs."""
 
     def when(subject: Subject) -> Cases:
         engine_key = "fsdp_config.fsdp_version" if subject.is_fsdp else "distributed_type"
         return [
-            {"what": clash.what, "why": clash.why, "fix": clash.fix, "edits": edits(subject), "engine": engine_key}
+            {"what": clash.what, "why": clash.why, "fix": clash.fix, "engine": engine_key}
             for clash in clashes(subject.job)
             if clash.name in names and not (clash.mended and subject.uses_sft) and only(subject)
         ]
 
-    return Row(code, severity, key, "{what}", "{why}", "{fix}", when, seen=seen, of=names)
+    return Row(code, severity, key, "{what}", "{why}", "{fix}", when, edit, seen=seen, of=names)
 
 
 @dataclass(frozen=True)
@@ -142,11 +142,12 @@ class Rule:
 
 
 RULES: dict[str, Rule] = {}
+"""The rules in the order of their codes."""
 
 
 def add(*rows: Row) -> None:
     """Adds rows to the table."""
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row.code):
         first = RULES.get(row.code, Rule(row.code, row.severity, ()))
         RULES[row.code] = replace(first, rows=(*first.rows, row))
 
@@ -171,7 +172,7 @@ def run(subject: Subject, rules: Mapping[str, Rule] = RULES) -> list[Finding]:
         subjects |= {later: subject for later in rules if later not in FIRST[: index + 1]}
     return [
         finding if all(_fits(subjects[code], edit) for edit in finding.edits) else replace(finding, edits=())
-        for code, rule in sorted(rules.items())
+        for code, rule in rules.items()
         for finding in rule.findings(subjects[code])
     ]
 
@@ -215,10 +216,3 @@ def _at_key(finding: Finding, document: Any, spelt: Mapping[tuple[str, str], str
             line, column = parent.lc.key(name)
             return replace(finding, line=line + 1, column=column + 1)
     return finding
-
-
-def repair(document: Any, findings: list[Finding]) -> int:
-    """Applies all edits to a ruamel.yaml document in place, keeping order and comments; returns their number."""
-    edits = tuple(dict.fromkeys(edit for finding in findings for edit in finding.edits))
-    apply(document, edits)
-    return len(edits)

@@ -25,6 +25,7 @@ ONLY_1 = ("fsdp_sharding_strategy", "fsdp_backward_prefetch", "fsdp_use_orig_par
 """Keys that show that FSDP1 is meant."""
 TO_SHARDED = (Edit(SECTION, "fsdp_state_dict_type", "SHARDED_STATE_DICT"),)
 TO_WRAP = Edit(SECTION, "fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
+TO_LAYERS = (TO_WRAP, Edit(SECTION, "fsdp_min_num_params"))
 ONE_UNIT = "every rank gathers the whole model at once"
 
 
@@ -138,11 +139,6 @@ def _wraps_nothing(subject: Subject) -> Cases:
     return {"smallest": smallest, "size": size} if smallest == "0" or too_large else None
 
 
-def _size_based(subject: Subject) -> tuple[Edit, ...]:
-    size = (Edit(SECTION, "fsdp_min_num_params"),) if subject.has("fsdp_min_num_params") else ()
-    return (TO_WRAP, *size)
-
-
 def _flattened(subject: Subject) -> Cases:
     """A warning beside a weight decay. Trainer makes units of their own for adapters."""
     if subject.engine is not Engine.FSDP1 or subject.on("fsdp_use_orig_params"):
@@ -221,13 +217,13 @@ ROWS = (
         "AF306", "warning", POLICY, "fsdp_auto_wrap_policy{policy}", f"{ONE_UNIT}{{unused}}",
         "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP", _no_policy, seen="P09 plugin ranks",
     ),
-    combined("AF307", "error", POLICY, "size-based-fsdp2", seen="P27 ranks", edits=_size_based),
+    combined("AF307", "error", POLICY, "size-based-fsdp2", seen="P27 ranks", edit=TO_LAYERS),
     Row(
         "AF308", "warning", f"{SECTION}.fsdp_min_num_params",
         "with fsdp_min_num_params {smallest} no layer becomes a unit",
         ONE_UNIT, "fsdp_min_num_params: {size}", _wraps_nothing, seen="P28 plugin ranks",
     ),
-    combined("AF309", "error", STATE, "local-state-fsdp2", seen="P68 P71 plugin", edits=lambda s: TO_SHARDED),
+    combined("AF309", "error", STATE, "local-state-fsdp2", seen="P68 P71 plugin", edit=TO_SHARDED),
     Row(
         "AF310", "warning", STATE, "LOCAL_STATE_DICT checkpoints do not reshard",
         "a run can't be resumed on another number of GPUs", "fsdp_state_dict_type: SHARDED_STATE_DICT",

@@ -116,10 +116,10 @@ def _keeps_layers(subject: Subject) -> bool:
 
 def _experts(subject: Subject) -> Cases:
     layout = subject.job.layout
-    if not subject.by_transformers or subject.engine is not Engine.FSDP2 or not layout.ranks:
+    is_sharded = subject.by_transformers and subject.engine is Engine.FSDP2 and layout.ranks
+    if not is_sharded or not layout.experts_misfit:
         return None
-    fix = (subject.model or Divisible()).fix_of("ep", layout.sizes) if layout.experts_misfit else ""
-    return {"misfit": layout.experts_misfit, "fix": fix} if layout.experts_misfit else None
+    return {"misfit": layout.experts_misfit, "fix": (subject.model or Divisible()).fix_of("ep", layout.sizes)}
 
 
 def _misfits(kind: str, ours: bool = True) -> Callable[[Subject], Cases]:

@@ -41,9 +41,9 @@ def _declared(subject: Subject, some: bool) -> Cases:
     return words if (absent if some else not model.declared_classes) else None
 
 
-def _embedding_units(subject: Subject, name: str) -> bool:
+def _embedding_units(subject: Subject) -> bool:
     """Accelerate 1.14 or later makes units of embedding and head; PyTorch before 2.13 accepts shared ones."""
-    is_accepted = name == "shared-embedding-fsdp2" and subject.older("torch", "2.13")
+    is_accepted = subject.job.embeddings == "shared" and subject.older("torch", "2.13")
     return not subject.older("accelerate", "1.14") and not is_accepted
 
 
@@ -59,7 +59,8 @@ def _holds_embedding(subject: Subject) -> Each:
 
 
 def _mixed_dtypes(subject: Subject) -> Cases:
-    if subject.model is None or not subject.is_fsdp or (subject.engine is Engine.FSDP2 and subject.mixed):
+    upcasts = subject.engine is Engine.FSDP2 and subject.precision in ("bf16", "fp16")
+    if subject.model is None or not subject.is_fsdp or upcasts:
         return None
     module = {"bfloat16": subject.model.kept_bf16, "float16": subject.model.kept_fp16}.get(subject.load_dtype, "")
     return {"module": module, "dtype": subject.load_dtype} if module else None
@@ -147,12 +148,8 @@ ROWS = (
         seen="transformers#26248", of=("quantised-full", "quantised-adapter", "quantised-twice"),
     ),
     combined(
-        "AF513", "error", VERSION, "no-embedding-fsdp2", seen="ranks",
-        only=lambda s: _embedding_units(s, "no-embedding-fsdp2"),
-    ),
-    combined(
-        "AF513", "error", VERSION, "shared-embedding-fsdp2", seen="accelerate#4171",
-        only=lambda s: _embedding_units(s, "shared-embedding-fsdp2"),
+        "AF513", "error", VERSION, "no-embedding-fsdp2", "shared-embedding-fsdp2", seen="ranks accelerate#4171",
+        only=_embedding_units,
     ),
     Row(
         "AF514", "error", NAMES, "{name} holds the input embedding, of which Accelerate makes a unit itself",

@@ -107,11 +107,6 @@ class Subject(JobConfig):
         return self.asked_precision or str(self.top("mixed_precision") or "no")
 
     @property
-    def mixed(self) -> bool:
-        """Whether 16-bit compute is used with float32 masters."""
-        return self.precision in ("bf16", "fp16")
-
-    @property
     def asked_dtype(self) -> str:
         """The dtype that the arguments load the weights in; auto by default."""
         dtype = str(self.arg("dtype") or self.arg("torch_dtype") or "auto").removeprefix("torch.")
