@@ -124,7 +124,7 @@ class _Repeated:
             line = self.wrapped_at if is_ignored else self.first["unsynced"] or self.first["line"]
             self._report("ignored" if is_ignored else "other gradients", line, **content)
         if hidden := next((name for name in used if not _finite(reduced.get(name)) and _finite(used[name])), ""):
-            self._report("hidden", self._step_line, name=hidden)
+            self._report("hidden", lines.nearest(self._step_line, "nan_to_num"), name=hidden)
             return
         plain = self._gradients()
         if self.number:  # gradients of weights that no optimizer has accumulate over steps
