@@ -10,7 +10,7 @@ from accel_fsdp.units import counted
 IDLE = 0.25
 """The share of the steps that may have a rate of 0 at the end, after others had one."""
 OVER = 1.25
-"""How many times as often as planned a schedule may move: a last batch may be filled for all ranks."""
+"""How many times as often as planned a schedule may move, or more if Accelerate filled up an epoch for all ranks."""
 FIX = (
     "scheduler.step() once per step of the optimizer, for as many as there are; a scheduler that Accelerate prepared "
     "moves num_processes times in each, so give it num_processes times as many"
@@ -32,13 +32,14 @@ def find(records: Records) -> Iterator[Failure]:
     first = schedules[counts.index(max(counts))] if schedules else None
     moves, line = (first["moves"], _line(first, len(steps))) if first else (0, "")
     idle = next((number for number, step in enumerate(reversed(steps)) if any(_rates(step))), 0)
-    if idle > 1 and idle >= IDLE * len(steps):
+    filled = _filled(records, rank)
+    if idle > 1 and idle >= IDLE * len(steps) and idle > math.ceil((1 - 1 / filled) * len(steps)):
         what = f"the learning rate is 0 in the last {idle} of {counted(len(steps), 'step')}"
         yield mistake(what + (f": the scheduler moved {moves} times" if moves > len(steps) else ""), FIX, line)
     for schedule, own in zip(schedules, counts, strict=True):
         planned, moves = schedule["planned"], schedule["moves"]
         is_due = own <= planned + 1 or not schedule["may_rise"]  # torch's cosine rises again by its formula
-        if planned and is_due and moves > OVER * planned:
+        if planned and is_due and moves > max(OVER, filled) * planned:
             what = f"the learning rate's schedule for {counted(planned, 'move')} has moved {moves} times"
             yield mistake(f"{what} in {counted(own, 'step')}", FIX, _line(schedule, own))
             return
@@ -50,6 +51,12 @@ def _line(schedule: Content, steps: int) -> str:
     """The script's line that moves a schedule more often than there are steps, or the one that made it."""
     is_often = schedule["is_by_script"] and schedule["moves"] > steps
     return str(schedule["moved_at"] if is_often else schedule["made_at"])
+
+
+def _filled(records: Records, rank: int) -> float:
+    """How many times as many batches the ranks take in an epoch as it has: 4/3 if two ranks share three."""
+    of_all, of_rank = records.ends[rank]["batches"]
+    return max(1.0, of_rank * len(records.ends) / of_all) if of_all else 1.0
 
 
 def _rates(step: Content) -> list[float]:

@@ -99,3 +99,17 @@ def test_a_schedule_for_the_batches_of_all_ranks(planned: int, moves: int, steps
     ended = {"batches": [12, 6], "backwards": 12, "schedules": [schedule]}
     events = [*(RankEvent(0, 0.0, "step", step) for _ in range(steps)), RankEvent(0, 1.0, "trained", ended)]
     assert bool(list(schedules.find(Records(events)))) is is_mistake
+
+
+@pytest.mark.parametrize(("batches", "moves", "is_mistake"), [([3, 2], 12, False), ([4, 2], 18, True)])
+def test_a_schedule_for_an_epoch_that_is_filled(batches: list[int], moves: int, is_mistake: bool) -> None:
+    """Three epochs of 3 batches, of which each of two ranks has 2; and of 4 batches, moved too often."""
+    schedule = {"optimizers": [0], "made_at": "", "moved_at": "", "is_by_script": False, "may_rise": False}
+    schedule |= {"planned": 3 * batches[0], "moves": moves, "latest_moves": moves}
+    step = {"optimizer": 0, "groups": [{"lr": [0.1]}]}
+    ended = {"batches": batches, "backwards": 6, "schedules": [schedule]}
+    events = [
+        *(RankEvent(rank, 0.0, "step", step) for rank in range(2) for _ in range(6)),
+        *(RankEvent(rank, 1.0, "trained", ended) for rank in range(2)),
+    ]
+    assert bool(list(schedules.find(Records(events)))) is is_mistake
