@@ -242,3 +242,19 @@ if accelerator.is_main_process: pass
     names = absent.names_of_rank(tree)
     tests = [node.test for node in tree.body if isinstance(node, absent.ast.If)]
     assert [absent.names_a_rank(test, names) for test in tests] == [False, False, True, True]
+
+
+def test_an_evaluation_at_the_end_has_no_epoch_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [__file__])
+    monkeypatch.setattr("accel_fsdp.ranks.script._started", None)
+    for owner, name in PATCHED:
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    observed = ObservedRows()
+    observed.install()
+    loader = DataLoader(ROWS[:5], 2)
+    assert len(loader) == 3
+    for _ in prepared(loader, 0):
+        observed.ran_backward()
+    for _ in DataLoader(ROWS, 2):
+        pass
+    assert observed.batches == (3, 2)
