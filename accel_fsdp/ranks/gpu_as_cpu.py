@@ -15,18 +15,17 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
 import psutil
 
-from accel_fsdp.errors import is_installed
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
-from accel_fsdp.ranks import events, script
+from accel_fsdp.ranks import events, imports, script
 from accel_fsdp.ranks.observing import Observation, replace
 
-NAMES_GPU = re.compile(r"^cuda\b|\bnccl\b|^flash_attention_")
+NAMES_GPU = re.compile(r"^cuda\b|\bnccl\b|^flash_attention_|^kernels-community/")
 MENTIONS_GPU = re.compile(r"cuda|nccl|torch\.accelerator")
 THROUGH = ("torch.cuda.amp", "torch.cuda.nvtx", "contextlib")
 """Modules that ask on behalf of their callers."""
@@ -83,11 +82,9 @@ def install() -> None:
     replace(torch.nn.Module, "to", _move)
     replace(torch.nn.Module, "cuda", lambda _, module, *__, **___: _stay_on_cpu(module))
     _translate_arguments()
-    texts = _texts()
-    if any(MENTIONS_GPU.search(text) for text in texts):
+    if any(MENTIONS_GPU.search(text) for text in _texts()):
         _translate_devices()
-    if is_installed("transformers") and any(re.search("flash_attention_|device_map", text) for text in texts):
-        _translate_loading()
+    imports.change("transformers.modeling_utils", _translate_loading)
 
 
 def _texts() -> list[str]:
@@ -303,14 +300,12 @@ def _translate_arguments() -> None:
     replace(torch.autocast, "__init__", _autocast_on_cpu)
 
 
-def _translate_loading() -> None:
+def _translate_loading(module: ModuleType) -> None:
     """Lets transformers choose the attention itself if a script asks for a GPU kernel."""
-    from transformers import PreTrainedModel, modeling_utils
-
     if Observation("models that are loaded for GPUs", ATTENTION, DEVICE_MAP).is_possible:
         method = ATTENTION.path.rpartition(".")[2]
-        _translate(PreTrainedModel, method, called="from_pretrained", attn_implementation=None)
-        _translate(modeling_utils, "check_and_set_device_map", called="from_pretrained", device_map="cpu")
+        _translate(module.PreTrainedModel, method, called="from_pretrained", attn_implementation=None)
+        _translate(module, "check_and_set_device_map", called="from_pretrained", device_map="cpu")
 
 
 def _autocast_on_cpu(
