@@ -45,6 +45,7 @@ utilization memory_usage temperature power_draw clock_rate device_memory_used ge
 TRUE = "is_available is_initialized is_bf16_supported is_tf32_supported can_device_access_peer"
 TORCH = (
     Internal("torch.overrides:TorchFunctionMode.__torch_function__", "self func types args kwargs"),
+    Internal("torch.overrides:_get_current_function_mode", ""),
     Internal("torch.utils._device:DeviceContext.__init__", "self device"),
     Internal("torch.cuda:device.__enter__", "self"),
     Internal("torch.accelerator:device_index.__enter__", "self"),
@@ -59,6 +60,7 @@ ATTENTION = Internal("transformers:PreTrainedModel._check_and_adjust_attn_implem
 DEVICE_MAP = Internal("transformers.modeling_utils:check_and_set_device_map", "device_map")
 RELIES_ON = (*TORCH, ATTENTION, DEVICE_MAP)
 _taken: set[str] = set()
+_are_translated = False
 
 
 def install() -> None:
@@ -98,9 +100,9 @@ def _texts() -> list[str]:
 
 def _report_use(what: str) -> None:
     """Reports once that the CPU stood in for a GPU feature."""
+    _translate_devices()
     if what not in _taken:
         _taken.add(what)
-        _translate_devices()
         events.report("taken-for-cpu", what=what, line=script.line_of_stack(sys._getframe(1)))
 
 
@@ -253,11 +255,17 @@ def _stay_on_cpu(moved: Any) -> Any:
     return moved
 
 
-@functools.cache
 def _translate_devices() -> None:
-    """Has torch's functions and the methods of tensors take CUDA devices for the CPU."""
+    """Has torch's functions and the methods of tensors take CUDA devices for the CPU, from now on.
+
+    Not within another mode, such as a device's: at its end that would take this one from torch's stack, and stay there.
+    """
     import torch
 
+    global _are_translated
+    if _are_translated or torch.overrides._get_current_function_mode():  # type: ignore[no-untyped-call]
+        return
+    _are_translated = True
     replacements: dict[Any, Callable[..., Any]] = {
         torch.Tensor.to: _move,
         torch.Tensor.cuda: lambda _, tensor, *__, **___: _stay_on_cpu(tensor),
