@@ -258,3 +258,11 @@ def test_an_evaluation_at_the_end_has_no_epoch_of_training(monkeypatch: pytest.M
     for _ in DataLoader(ROWS, 2):
         pass
     assert observed.batches == (3, 2)
+
+
+def test_evaluations_on_several_sets_are_observed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An observer that fails is reported as `unwatched`."""
+    monkeypatch.setattr(ObservedRows, "ran_backward", lambda _: None)
+    first, second = DataLoader(ROWS, 2), DataLoader(ROWS, 2)
+    judged(tmp_path, monkeypatch, lambda _: iter([first, second, second]))
+    assert not read(tmp_path)
