@@ -88,6 +88,8 @@ class _SmallModels:
         with mock.patch("torch.distributed.is_initialized", return_value=False):  # transformers saves on rank 0 alone
             inspect.unwrap(type(small).save_pretrained)(small, folder)  # without the watch on a script's saves
         unused = {key: value for key, value in unused.items() if key not in OF_THE_HUB}
+        if getattr(unused.get("quantization_config"), "dequantize", False):
+            del unused["quantization_config"]  # the small model's weights are whole, and transformers would refuse them
         loaded = original(str(folder), *args, config=small.config, **unused)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model.name_or_path = model.config._name_or_path = str(name)

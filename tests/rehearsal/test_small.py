@@ -44,7 +44,7 @@ WITH_TRAINER = """
 from datasets import load_dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling
-from transformers import Trainer, TrainingArguments
+from transformers import Mxfp4Config, Trainer, TrainingArguments
 import sys
 name, folder, data = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(name)
@@ -52,6 +52,8 @@ model = AutoModelForCausalLM.from_pretrained(name)
 assert (str(model.dtype), model.config._name_or_path) == ("torch.bfloat16", name)
 model(**tokenizer("a forward pass", return_tensors="pt"))
 AutoModelForCausalLM.from_pretrained(name)
+whole = AutoModelForCausalLM.from_pretrained(name, quantization_config=Mxfp4Config(dequantize=True))
+assert not getattr(whole, "is_quantized", False)
 head = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
 assert head.config.num_hidden_layers == model.config.num_hidden_layers == 2
 model = get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
