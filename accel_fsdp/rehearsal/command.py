@@ -23,6 +23,9 @@ from accel_fsdp.rehearsal.steps import SftRehearsal
 from accel_fsdp.units import counted
 
 Action = Callable[[], str | Proof]
+OF_HEADS = "AF513"
+"""The rule about shared embeddings. A script of the user's own may load the model with another head, and its run shows
+whether Accelerate shards it."""
 
 
 def rehearse(options: RehearseCommand, words: tuple[str, ...]) -> int:
@@ -142,6 +145,8 @@ def _check(options: RehearseCommand, launcher: Rehearsed, words: tuple[str, ...]
             raise
         model = None
         findings = lint(file, replace(inputs, model=None))
+    if options.script is not None:
+        findings = [finding for finding in findings if finding.code != OF_HEADS]
     errors = [finding for finding in findings if finding.severity == "error"]
     if errors:
         first, *others = errors

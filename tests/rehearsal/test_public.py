@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, accel_fsdp, run
 from rehearsals import FSDP1, FSDP2, rehearsed, yaml_file
+from transformers import BertConfig
 
 from accel_fsdp import ranks
 
@@ -145,3 +146,13 @@ def test_the_line_and_what_to_write_instead_are_shown(tmp_path: Path) -> None:
     assert rehearsal.code == 1
     assert f"line: {script}:3: graph = torch.cuda.CUDAGraph()" in rehearsal.output
     assert "skip it where the weights are on a CPU" in " ".join(rehearsal.output.split())
+
+
+def test_the_head_of_a_model_is_the_scripts_choice(tmp_path: Path) -> None:
+    """As in run_qa.py of transformers: of BERT the config names a head that shares the embeddings."""
+    BertConfig(architectures=["BertForMaskedLM"]).save_pretrained(tmp_path / "bert")
+    script = tmp_path / "train.py"
+    script.write_text("")
+    file = yaml_file(tmp_path, FSDP2 | {"fsdp_transformer_layer_cls_to_wrap": "BertLayer"})
+    step = rehearsed(file, script, "--model_name_or_path", tmp_path / "bert")
+    assert step["name"] == "run train.py", step
