@@ -35,8 +35,10 @@ def engine_of(model: Any) -> str:
 
     if is_deepspeed(model):
         return deepspeed_name(model.zero_optimization_stage())
-    if isinstance(model, DistributedDataParallel):
-        return Engine.DDP.label
+    trained = {id(weight) for weight in model.parameters() if weight.grad is not None}
+    for module in model.modules():  # the model itself, or what it holds, such as a task that computes the loss
+        if isinstance(module, DistributedDataParallel) and trained <= {id(weight) for weight in module.parameters()}:
+            return Engine.DDP.label
     fsdp1 = next((module for module in model.modules() if isinstance(module, FullyShardedDataParallel)), None)
     if fsdp1 is not None:
         return f"{Engine.FSDP1.label} {fsdp1.sharding_strategy.name}"

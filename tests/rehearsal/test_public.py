@@ -156,3 +156,30 @@ def test_the_head_of_a_model_is_the_scripts_choice(tmp_path: Path) -> None:
     file = yaml_file(tmp_path, FSDP2 | {"fsdp_transformer_layer_cls_to_wrap": "BertLayer"})
     step = rehearsed(file, script, "--model_name_or_path", tmp_path / "bert")
     assert step["name"] == "run train.py", step
+
+
+TASK = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from accel_fsdp.ranks.holding import measure
+class Task(torch.nn.Module):
+    def __init__(self, **parts):
+        super().__init__()
+        self.net = DistributedDataParallel(torch.nn.Linear(2, 2))
+        self.loss = torch.nn.MSELoss()
+        for name, part in parts.items():
+            setattr(self, name, part)
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+average, head = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+head(torch.ones(1, 2)).sum().backward()
+print(*(measure(task).engine for task in (Task(), Task(average=average), Task(head=head))), flush=True)
+"""
+
+
+def test_a_task_that_holds_the_wrapped_model(tmp_path: Path) -> None:
+    """As in timm's train.py; what trains outside of the wrapper trains alone."""
+    done = run([sys.executable, "-c", TASK, tmp_path / "store"])
+    assert done.output.splitlines()[-1].startswith("DDP DDP "), done.output
+    assert done.output.count("DDP") == 2
