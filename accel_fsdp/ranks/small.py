@@ -5,13 +5,14 @@ script's line. Models of up to `PARAMETERS` weights stay as they are, and so do 
 ends with its rows.
 """
 
+import contextlib
 import copy
 import functools
 import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -90,27 +91,38 @@ class _SmallModels:
         unused = {key: value for key, value in unused.items() if key not in OF_THE_HUB}
         if getattr(unused.get("quantization_config"), "dequantize", False):
             del unused["quantization_config"]  # the small model's weights are whole, and transformers would refuse them
-        loaded = original(str(folder), *args, config=small.config, **unused)
+        with self._at_work():
+            loaded = original(str(folder), *args, config=small.config, **unused)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model.name_or_path = model.config._name_or_path = str(name)
         return loaded
 
     def build(self, original: Callable[..., Any], kind: Any, config: Any, **options: Any) -> Any:
-        small = None if observing.is_paused else self._small(kind, config, config._name_or_path or config.model_type)
-        return original(config if small is None else small.config, **options)
+        small = None if self.is_at_work else self._small(kind, config, config._name_or_path or config.model_type)
+        if small is None:
+            return original(config, **options)
+        with self._at_work():
+            return original(small.config, **options)
+
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Models that are made in it are parts of a small one, which may have more than `PARAMETERS` weights."""
+        self.is_at_work = observing.is_paused = True
+        try:
+            yield
+        finally:
+            self.is_at_work = observing.is_paused = False
 
     def _small(self, kind: Any, config: Any, name: str) -> Any:
         """The small model; None if the real one is small enough, or has no small version."""
-        observing.is_paused = True
         try:
-            whole: nn.Module = models.on_meta(name, kind, copy.deepcopy(config))
-            count = sum(weight.numel() for weight in whole.parameters())
-            small = small_version(name, whole, config) if count > PARAMETERS else None
+            with self._at_work():
+                whole: nn.Module = models.on_meta(name, kind, copy.deepcopy(config))
+                count = sum(weight.numel() for weight in whole.parameters())
+                small = small_version(name, whole, config) if count > PARAMETERS else None
         except UserError as error:
             _report(f"{name} keeps its size: {error.what}")
             return None
-        finally:
-            observing.is_paused = False
         if small is not None:
             fewer = sum(weight.numel() for weight in small.parameters())
             _report(f"{name} {count:,} -> {fewer:,} weights, random ones")

@@ -99,6 +99,26 @@ def line_of(text: list[str], lines: dict[str, str], what: str) -> bool:
     return LISTED[what] in text[number - 1]
 
 
+NESTED = """
+import sys
+from accel_fsdp.ranks import small
+small.PARAMETERS = 1
+from transformers import AutoModelForSequenceClassification
+model = AutoModelForSequenceClassification.from_pretrained(sys.argv[1])
+assert model.model.config is model.config
+"""
+
+
+def test_the_parts_of_a_small_model_are_left_as_they_are(hub: str, tmp_path: Path) -> None:
+    (script := tmp_path / "train.py").write_text(NESTED)
+    (events := tmp_path / "events").mkdir()
+    variables = {"HF_HOME": hub, "ACCEL_FSDP_EVENTS": str(events), "ACCEL_FSDP_SMALL": str(tmp_path / "small")}
+    done = run([sys.executable, "-m", "accel_fsdp.ranks", script, NAME], CUDA_VISIBLE_DEVICES="", **variables)
+    assert done.code == 0, done.output
+    (change,) = [event.content["what"] for event in ranks.read(events) if "weights" in event.content.get("what", "")]
+    assert change.startswith(NAME)
+
+
 OWN_LOOP = """
 import os, sys
 import torch
