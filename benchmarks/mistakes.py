@@ -11,7 +11,9 @@ taken for a right one until a rehearsal failed.
 import argparse
 import importlib.metadata
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -68,7 +70,9 @@ def config(row: dict[str, Any]) -> dict[str, Any]:
     return {**whole, **outer, **({"fsdp_config": whole["fsdp_config"] | inner} if inner else {})}
 
 
-def rehearsed(script: Path, keys: dict[str, Any], arguments: list[str], folder: Path, limit: int) -> dict[str, Any]:
+def rehearsed(
+    script: Path, keys: dict[str, Any], arguments: list[str], folder: Path, limit: int, **variables: str
+) -> dict[str, Any]:
     """The report of one rehearsal, with `folder` as the working directory."""
     file = folder / "job.yaml"
     file.write_text(yaml.safe_dump(keys, sort_keys=False))
@@ -79,7 +83,7 @@ def rehearsed(script: Path, keys: dict[str, Any], arguments: list[str], folder: 
         text=True,
         cwd=folder,
         check=False,
-        env=environment(),
+        env=environment(**variables),
     )
     if "{" not in done.stdout:
         refused = {"said": done.stderr.strip()[-500:], "key": "", "line": "", "passed": False}
@@ -110,16 +114,27 @@ def judged(name: str, limit: int) -> Judged:
 
 
 def of_others(name: str, clones: Path, limit: int) -> Judged:
-    """Rehearses a script of somebody else; its working directory has what it asks for by name."""
+    """Rehearses a script of somebody else; its working directory has what it asks for by name.
+
+    With `cwd` that is in a copy of its repository, whose packages are in `path`. What follows a # in a name tells rows
+    of one script apart.
+    """
     sys.path.insert(0, str(FOLDER))
     from common import public
 
     row = PUBLIC[name]
+    repository, path = name.partition("#")[0].split(":")
+    root = clones / repository
     with tempfile.TemporaryDirectory() as folder:
         public.make(Path(folder))
+        if "cwd" in row:
+            root = shutil.copytree(root, Path(folder), ignore=shutil.ignore_patterns(".git"), dirs_exist_ok=True)
         own = {"fsdp_transformer_layer_cls_to_wrap": row["layer"]} if "layer" in row else {}
-        keys = config({"engine": row["engine"], "config": own})
-        report = rehearsed(clones / name.replace(":", "/"), keys, row.get("arguments", []), Path(folder), limit)
+        keys = config({"engine": row["engine"], "config": own | row.get("config", {})})
+        packages = os.pathsep.join([environment()["PYTHONPATH"], str(root / row.get("path", "."))])
+        variables = {"HF_HOME": f"{folder}/hub", "WANDB_MODE": "offline", "PYTHONPATH": packages}
+        where = Path(folder) / row.get("cwd", ".")
+        report = rehearsed(root / path, keys, row.get("arguments", []), where, limit, **variables)
     step = next((step for step in report["steps"] if not step["passed"]), None)
     sentence = (step or report["steps"][-1])["said"]
     return Judged(name, step is not None, sentence, " ".join([step["key"], step["line"]]) if step else "", False, False)
