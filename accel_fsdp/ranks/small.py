@@ -98,7 +98,7 @@ class _SmallModels:
         return loaded
 
     def build(self, original: Callable[..., Any], kind: Any, config: Any, **options: Any) -> Any:
-        small = None if self.is_at_work else self._small(kind, config, config._name_or_path or config.model_type)
+        small = None if observing.is_paused else self._small(kind, config, config._name_or_path or config.model_type)
         if small is None:
             return original(config, **options)
         with self._at_work():
@@ -107,11 +107,11 @@ class _SmallModels:
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
         """Models that are made in it are parts of a small one, which may have more than `PARAMETERS` weights."""
-        self.is_at_work = observing.is_paused = True
+        observing.is_paused = True
         try:
             yield
         finally:
-            self.is_at_work = observing.is_paused = False
+            observing.is_paused = False
 
     def _small(self, kind: Any, config: Any, name: str) -> Any:
         """The small model; None if the real one is small enough, or has no small version."""
