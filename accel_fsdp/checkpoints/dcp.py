@@ -10,9 +10,10 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from accel_fsdp import untrusted_files
 from accel_fsdp.checkpoints import file_names, saved_files
@@ -24,6 +25,8 @@ from accel_fsdp.untrusted_files import broken
 M_MMAP_THRESHOLD, MAPPED_BYTES = -3, 1 << 18
 """glibc gives the memory of blocks from this size on back at once (malloc.h). Its own threshold grows to that of the
 largest tensor that was freed, and smaller ones then stay in its heap, which grows with the checkpoint."""
+TORCH_READER = ThreadPoolExecutor(1)
+"""A thread for torch's reader: while that calls a file of Python, it would lose the exception of a signal."""
 Keys = tuple[str, ...]
 Item = tuple[Path, int, int]
 """The place of a chunk, which is an archive of one tensor or value: file, start and length."""
@@ -61,12 +64,27 @@ class _Reader(pickle.Unpickler):
         return ADMITTED[full_name]
 
 
+class _Part(io.RawIOBase):
+    """A part of a file, as a file."""
+
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+        self.file, self.start, self.length, self.position = file, start, length, 0
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.position = (0, self.position, self.length)[whence] + offset
+        return self.position
+
+    def readinto(self, buffer: Any) -> int:
+        self.file.seek(self.start + self.position)
+        rest = max(0, self.length - self.position)
+        count: int = self.file.readinto(memoryview(buffer)[:rest])  # type: ignore[attr-defined]
+        self.position += count
+        return count
+
+
 def _load(path: Path, start: int, length: int) -> Any:
-    """Loads an item from its bytes in memory: torch would lose a signal that comes while it calls a file of Python."""
     with untrusted_files.opened(path) as file:
-        file.seek(start)
-        content = io.BytesIO(file.read(length))
-    return saved_files.restricted(content, path)
+        return TORCH_READER.submit(saved_files.restricted, _Part(file, start, length), path).result()
 
 
 def read(folder: Path) -> dict[Keys, Stored]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ RENEWED_BYTES = 1 << 28
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """`load` reads the tensor."""
+    """`load` reads the tensor. `parts`, if any, are the same elements in C order."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     load: Callable[[], torch.Tensor]
+    parts: Sequence["Stored"] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -111,7 +113,9 @@ def assembled(name: str, shape: tuple[int, ...], dtype: torch.dtype, boxes: Sequ
             whole[place] = checked(box)
         return whole
 
-    return Stored(shape, dtype, load)
+    is_stacked = all(box.sizes[1:] == shape[1:] for box in boxes)
+    ordered = sorted(boxes, key=lambda box: box.offsets) if is_stacked else ()
+    return Stored(shape, dtype, load, [Stored(box.sizes, dtype, partial(checked, box)) for box in ordered])
 
 
 def _fill_exactly(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:

@@ -89,9 +89,14 @@ def write(
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / f"{stem}{file_names.INDEX_END}").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     written = Written({output.name: output.spec for output in outputs})
-    for file, names in split.filename_to_tensors.items():
-        ordered = sorted((by_name[name] for name in names), key=lambda output: -output.dtype.itemsize)  # aligns them
-        written.hashes[file] = _write_file(folder / file, ordered, written.non_finite, progress, sync)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a second one would spend the reader's core on waiting for work
+    try:
+        for file, names in split.filename_to_tensors.items():
+            aligned = sorted((by_name[name] for name in names), key=lambda output: -output.dtype.itemsize)
+            written.hashes[file] = _write_file(folder / file, aligned, written.non_finite, progress, sync)
+    finally:
+        torch.set_num_threads(threads)
     return written
 
 
@@ -133,13 +138,14 @@ def _write_file(
 
 
 def _loaded(outputs: Sequence[Output]) -> Iterator[tuple[Output, torch.Tensor]]:
-    """All tensors in their order; a small one is loaded while the one before it is written."""
+    """All tensors in their order, in parts; a small one is loaded while the one before it is written."""
+    parts = [(output, part) for output in outputs for part in output.source.parts or (output.source,)]
     with ThreadPoolExecutor(1) as pool:
         following: Future[torch.Tensor] | None = None
-        for output, after in zip(outputs, [*outputs[1:], None], strict=True):
-            tensor = following.result() if following else output.source.load()
+        for (output, part), (_, after) in zip(parts, [*parts[1:], (None, None)], strict=True):
+            tensor = following.result() if following else part.load()
             is_small = after and after.size_bytes <= MOST_AHEAD_BYTES
-            following = pool.submit(after.source.load) if after and is_small else None
+            following = pool.submit(after.load) if after and is_small else None
             yield output, tensor
 
 
