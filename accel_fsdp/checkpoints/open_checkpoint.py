@@ -10,13 +10,11 @@ from accel_fsdp.checkpoints import (
     dcp,
     deepspeed,
     file_names,
-    rank_files,
     safetensors_files,
     saved_files,
     tensor_names,
 )
 from accel_fsdp.checkpoints.discover import CheckpointLocation
-from accel_fsdp.checkpoints.rank_files import Shapes
 from accel_fsdp.checkpoints.stored import Stored, same_bytes
 from accel_fsdp.checkpoints.tensor_names import clean_name
 from accel_fsdp.errors import UserError
@@ -42,7 +40,9 @@ class Weights:
     filed: bool = False
 
 
-def read(place: CheckpointLocation, optimizer: bool = False, shapes: Shapes | None = None) -> Weights:
+def read(
+    place: CheckpointLocation, optimizer: bool = False, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> Weights:
     """Finds all tensors of a checkpoint without reading them.
 
     `shapes`: those of the model's config, which plain shards of ranks need.
@@ -59,6 +59,8 @@ def read(place: CheckpointLocation, optimizer: bool = False, shapes: Shapes | No
     elif place.kind == "ZeRO":
         weights = split(deepspeed.read(place.weights, optimizer))
     elif place.kind == "files of ranks":
+        from accel_fsdp.checkpoints import rank_files  # torch takes half a second to import its DTensor
+
         weights = split(rank_files.read(place.weights, shapes))
     elif place.kind == "sharded (DCP)":
         optimizer_state = dcp.read(place.optimizer) if optimizer and place.optimizer else {}

@@ -74,13 +74,13 @@ def load(path: Path) -> Any:
         untrusted_files.check(path)  # refuses links out of the folder, pipes and devices
     except FileNotFoundError as error:
         raise broken(path, "is missing") from error
+    from torch.distributed import tensor as _  # noqa: F401  # it admits the files of ranks
+
     return restricted(path, path, mmap=True)
 
 
 def restricted(source: Any, path: Path, mmap: bool = False) -> Any:
     """What torch loads from a source, such as a part of the file at `path`, with tensors and plain data alone."""
-    from torch.distributed import tensor as _  # noqa: F401  # it admits the files of ranks
-
     meshes = logging.getLogger("torch.distributed.device_mesh")
     level = meshes.level
     meshes.setLevel(logging.ERROR)  # it warns of groups of ranks, which no reader has

@@ -4,9 +4,11 @@ import json
 import re
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,6 +33,7 @@ from accel_fsdp.exporter.contents import Planner
 from accel_fsdp.exporter.flags import ExportCommand
 from accel_fsdp.exporter.transformers_probe import Description
 from accel_fsdp.exporter.verification import ExportReport
+from accel_fsdp.exporter.writer import Output, Written
 from accel_fsdp.models import remote_code
 from accel_fsdp.units import counted, gb_or_mb
 
@@ -161,30 +164,40 @@ def _export(options: ExportCommand, out: Path, checkpoint: CheckpointLocation) -
     companions = companion_files.find(checkpoint, options.model, options.merge_adapter)
     refusals.check_model(out, companions, checkpoint)
     dtype = options.dtype or companions.dtype
-    description = _described(options, companions, dtype)
+    described = ThreadPoolExecutor(1).submit(_described, options, companions, dtype)  # transformers is imported in 3 s
+    is_early = checkpoint.kind == "sharded (DCP)" and not options.merge_adapter
+    description = None if is_early else described.result()
     weights = open_checkpoint.read(checkpoint, shapes=description.memory if description else None)
     is_adapter = bool(weights.adapter) and not options.merge_adapter
     loads = options.verify == "load" and options.format != "pth"
     refusals.check_weights(options, weights, companions)
     if is_adapter:
-        dtype = options.dtype
+        dtype, description = options.dtype, described.result()
         if loads:
             merge_lora.check_saved(weights.adapter, merge_lora.adapted(companions.settings, companions.folder))
-        outputs = contents.named(weights.adapter, _torch_dtype(dtype))
-    else:
+
+    def planned(description: Description | None) -> list[Output]:
+        if is_adapter:
+            return contents.named(weights.adapter, _torch_dtype(dtype))
         planner = Planner(weights, companions, _torch_dtype(dtype))
-        outputs = (planner.merged(description) if options.merge_adapter else planner).outputs(description)
-    cast = {output.source.dtype for output in outputs if output.dtype != output.source.dtype}
-    if options.dtype is None and (rounding := exported_folder.rounding(cast, _torch_dtype(dtype))):
-        console.say(f"{rounding}, the config's dtype; --dtype {rounding.trained} keeps them", style="yellow")
+        return (planner.merged(description) if options.merge_adapter else planner).outputs(description)
+
+    try:
+        outputs = planned(description)
+    except UserError:  # the model may tie other weights than its config suggests
+        outputs = planned(described.result())
     with atomic_files.replaced_folder(out, sync=not options.no_sync) as folder:
         total = sum(output.size_bytes for output in outputs)
         refusals.check_space(out, total, wide=any(output.dtype.itemsize >= 4 for output in outputs))
         if from_run := companions.copy(folder, dtype, is_adapter):
             console.say(f"taken from {companions.run}: {', '.join(from_run)}", style="cyan")
         stem, largest = (file_names.ADAPTER_STEM, total + 1) if is_adapter else ("model", options.max_shard_size)
+        write = partial(writer.write, folder=folder, stem=stem, max_shard_size=largest, sync=not options.no_sync)
         with console.progress("exporting", total) as progress:
-            written = writer.write(outputs, folder, stem, largest, progress, sync=not options.no_sync)
+            if is_early:
+                outputs, written = _written_early(outputs, write, progress, described, planned)
+            else:
+                written = write(outputs, progress=progress)
         if options.format == "pth":
             written = writer.as_pth(folder, written, sync=not options.no_sync)
         with console.waiting("verifying"):
@@ -195,10 +208,45 @@ def _export(options: ExportCommand, out: Path, checkpoint: CheckpointLocation) -
         elif loads:
             transformers_probe.loads(folder)
             report = report.proven("names, shapes and ties are the config's, and from_pretrained loads all of it")
-        if description is None and not is_adapter:
+        cast = {output.source.dtype for output in outputs if output.dtype != output.source.dtype}
+        if options.dtype is None and (rounding := exported_folder.rounding(cast, _torch_dtype(dtype))):
+            console.say(f"{rounding}, the config's dtype; --dtype {rounding.trained} keeps them", style="yellow")
+        if described.result() is None and not is_adapter:
             console.say("names and ties are taken from the checkpoint: transformers has no such model", style="yellow")
         report.save(folder)
     return replace(report, seconds=round(time.monotonic() - started, 3))
+
+
+class _Planned(Exception):
+    """Stops a write: transformers asks for other outputs, which are the argument."""
+
+
+def _written_early(
+    outputs: list[Output],
+    write: Callable[..., Written],
+    progress: writer.Progress,
+    described: Future[Description | None],
+    planned: Callable[[Description | None], list[Output]],
+) -> tuple[list[Output], Written]:
+    """Writes what the checkpoint itself suggests while transformers is imported, and again if that asks for others."""
+    is_checked = False
+
+    def check(count: int) -> None:
+        nonlocal is_checked
+        progress(count)
+        if described.done() and not is_checked:
+            is_checked = True
+            if (right := planned(described.result())) != outputs:
+                raise _Planned(right)
+
+    try:
+        written = write(outputs, progress=check)
+        wait([described])
+        check(0)
+    except _Planned as stop:
+        (outputs,) = stop.args
+        written = write(outputs, progress=progress)
+    return outputs, written
 
 
 def _described(options: ExportCommand, companions: CompanionFiles, dtype: str | None) -> Description | None:

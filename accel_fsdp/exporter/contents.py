@@ -43,7 +43,7 @@ class Planner:
                 why="from_pretrained would fail or leave weights random",
                 fix=FIX_CONFIG,
             )
-        whole = {name: tensors[name] for name in expected}  # without buffers that the model computes itself
+        whole = {name: tensors[name] for name in tensors if name in expected}  # no buffers that the model computes
         if not self.weights.filed and description.converts:
             whole = _in_files_layout(whole, description)
         wide = {torch.float32, torch.float64} if self.dtype else set()

@@ -78,6 +78,8 @@ def write(
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
+    for path in folder.glob(f"{stem}*{file_names.SAFETENSORS}*"):  # of a write that was stopped
+        path.unlink()
     by_name = {output.name: output for output in outputs}
     split = split_state_dict_into_shards_factory(
         by_name,
