@@ -5,7 +5,6 @@ imported: each admitted one becomes an `Inert` class or a plain value, and any o
 """
 
 import contextlib
-import ctypes
 import io
 import pickle
 from collections import OrderedDict
@@ -22,9 +21,6 @@ from accel_fsdp.checkpoints.saved_files import ERRORS, Inert, names_code
 from accel_fsdp.checkpoints.stored import Box, Stored, assembled, torch_dtype
 from accel_fsdp.untrusted_files import broken
 
-M_MMAP_THRESHOLD, MAPPED_BYTES = -3, 1 << 18
-"""glibc gives the memory of blocks from this size on back at once (malloc.h). Its own threshold grows to that of the
-largest tensor that was freed, and smaller ones then stay in its heap, which grows with the checkpoint."""
 TORCH_READER = ThreadPoolExecutor(1)
 """A thread for torch's reader: while that calls a file of Python, it would lose the exception of a signal."""
 Keys = tuple[str, ...]
@@ -89,8 +85,6 @@ def _load(path: Path, start: int, length: int) -> Any:
 
 def read(folder: Path) -> dict[Keys, Stored]:
     """All tensors of a folder by the keys of the nested state dict. Pickled values, such as rates, are skipped."""
-    with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library than glibc
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
     tensors: dict[Keys, Stored] = {}
     with _listing(folder) as (entries, items):
         for keys, (name, entry) in entries.items():

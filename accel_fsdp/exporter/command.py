@@ -5,8 +5,8 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -164,40 +164,35 @@ def _export(options: ExportCommand, out: Path, checkpoint: CheckpointLocation) -
     companions = companion_files.find(checkpoint, options.model, options.merge_adapter)
     refusals.check_model(out, companions, checkpoint)
     dtype = options.dtype or companions.dtype
-    described = ThreadPoolExecutor(1).submit(_described, options, companions, dtype)  # transformers is imported in 3 s
+    background = ThreadPoolExecutor(1)  # transformers takes seconds to import
+    described = background.submit(_described, options, companions, dtype)
     is_early = checkpoint.kind == "sharded (DCP)" and not options.merge_adapter
     description = None if is_early else described.result()
     weights = open_checkpoint.read(checkpoint, shapes=description.memory if description else None)
     is_adapter = bool(weights.adapter) and not options.merge_adapter
     loads = options.verify == "load" and options.format != "pth"
     refusals.check_weights(options, weights, companions)
+    planner = Planner(weights, companions, _torch_dtype(dtype))
     if is_adapter:
-        dtype, description = options.dtype, described.result()
+        dtype, _ = options.dtype, described.result()
         if loads:
             merge_lora.check_saved(weights.adapter, merge_lora.adapted(companions.settings, companions.folder))
-
-    def planned(description: Description | None) -> list[Output]:
-        if is_adapter:
-            return contents.named(weights.adapter, _torch_dtype(dtype))
-        planner = Planner(weights, companions, _torch_dtype(dtype))
-        return (planner.merged(description) if options.merge_adapter else planner).outputs(description)
-
-    try:
-        outputs = planned(description)
-    except UserError:  # the model may tie other weights than its config suggests
-        outputs = planned(described.result())
+        outputs = contents.named(weights.adapter, _torch_dtype(dtype))
+    elif is_early:
+        outputs = planner.early_outputs()
+    else:
+        outputs = (planner.merged(description) if options.merge_adapter else planner).outputs(description)
+    is_checked = is_adapter or not is_early
+    other = background.submit(lambda: None if is_checked else planner.other_outputs(described.result(), outputs))
     with atomic_files.replaced_folder(out, sync=not options.no_sync) as folder:
-        total = sum(output.size_bytes for output in outputs)
+        total = sum(output.spec.size_bytes for output in outputs)
         refusals.check_space(out, total, wide=any(output.dtype.itemsize >= 4 for output in outputs))
         if from_run := companions.copy(folder, dtype, is_adapter):
             console.say(f"taken from {companions.run}: {', '.join(from_run)}", style="cyan")
         stem, largest = (file_names.ADAPTER_STEM, total + 1) if is_adapter else ("model", options.max_shard_size)
         write = partial(writer.write, folder=folder, stem=stem, max_shard_size=largest, sync=not options.no_sync)
         with console.progress("exporting", total) as progress:
-            if is_early:
-                outputs, written = _written_early(outputs, write, progress, described, planned)
-            else:
-                written = write(outputs, progress=progress)
+            outputs, written = _written(outputs, other, write, progress)
         if options.format == "pth":
             written = writer.as_pth(folder, written, sync=not options.no_sync)
         with console.waiting("verifying"):
@@ -217,36 +212,22 @@ def _export(options: ExportCommand, out: Path, checkpoint: CheckpointLocation) -
     return replace(report, seconds=round(time.monotonic() - started, 3))
 
 
-class _Planned(Exception):
-    """Stops a write: transformers asks for other outputs, which are the argument."""
-
-
-def _written_early(
-    outputs: list[Output],
-    write: Callable[..., Written],
-    progress: writer.Progress,
-    described: Future[Description | None],
-    planned: Callable[[Description | None], list[Output]],
+def _written(
+    outputs: list[Output], other: Future[list[Output] | None], write: Callable[..., Written], progress: writer.Progress
 ) -> tuple[list[Output], Written]:
-    """Writes what the checkpoint itself suggests while transformers is imported, and again if that asks for others."""
-    is_checked = False
+    """Writes outputs, and the `other` ones in their place if transformers, once it is imported, asks for those."""
 
     def check(count: int) -> None:
-        nonlocal is_checked
         progress(count)
-        if described.done() and not is_checked:
-            is_checked = True
-            if (right := planned(described.result())) != outputs:
-                raise _Planned(right)
+        if other.done() and other.result() is not None:
+            raise CancelledError
 
-    try:
+    with suppress(CancelledError):
         written = write(outputs, progress=check)
-        wait([described])
-        check(0)
-    except _Planned as stop:
-        (outputs,) = stop.args
-        written = write(outputs, progress=progress)
-    return outputs, written
+        if other.result() is None:
+            return outputs, written
+    outputs = other.result() or []
+    return outputs, write(outputs, progress=progress)
 
 
 def _described(options: ExportCommand, companions: CompanionFiles, dtype: str | None) -> Description | None:

@@ -50,6 +50,15 @@ class Planner:
         wider = {name: tensor.dtype for name, tensor in description.saved.items() if tensor.dtype in wide}
         return named(whole, self.dtype, wider)
 
+    def early_outputs(self) -> list[Output]:
+        """The tensors that the checkpoint and its config suggest, unchecked, as long as there is no description."""
+        copies = {name for group in self._ties(self.weights.tensors, None) for name in group[1:]}
+        return named({name: t for name, t in self.weights.tensors.items() if name not in copies}, self.dtype)
+
+    def other_outputs(self, description: Description | None, early: list[Output]) -> list[Output] | None:
+        outputs = self.outputs(description)
+        return None if outputs == early else outputs
+
     def merged(self, description: Description | None) -> "Planner":
         """The plan for the base with the adapter merged into it; in the dtype of the base if none is asked for."""
         adapter, is_whole = self.weights.adapter, bool(self.weights.tensors)

@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +52,6 @@ class Output:
     def spec(self) -> Spec:
         return Spec(self.source.shape, short_name(self.dtype, self.name))
 
-    @property
-    def size_bytes(self) -> int:
-        return prod(self.source.shape) * self.dtype.itemsize
-
 
 @dataclass(frozen=True)
 class Written:
@@ -83,7 +78,7 @@ def write(
     by_name = {output.name: output for output in outputs}
     split = split_state_dict_into_shards_factory(
         by_name,
-        get_storage_size=lambda output: output.size_bytes,
+        get_storage_size=lambda output: output.spec.size_bytes,
         filename_pattern=f"{stem}{{suffix}}{file_names.SAFETENSORS}",
         max_shard_size=max_shard_size,
     )
@@ -109,18 +104,16 @@ def _write_file(
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset, unsynced, digest = 0, 0, xxhash.xxh3_128()
     for output in outputs:
-        end = offset + output.size_bytes
+        end = offset + output.spec.size_bytes
         header[output.name] = {"dtype": output.spec.dtype, "shape": output.source.shape, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % LENGTH_BYTES)
-    with path.open("xb", buffering=0) as file:
+    with path.open("xb") as file:
 
         def put(content: bytes | memoryview) -> None:
             digest.update(content)
-            rest = memoryview(content)
-            while rest:  # a write to a disk that is nearly full may be short
-                rest = rest[file.write(rest) or 0 :]
+            file.write(content)
 
         put(len(text).to_bytes(LENGTH_BYTES, "little") + text)
         for output, tensor in _loaded(outputs):
@@ -134,6 +127,7 @@ def _write_file(
                 if sync and unsynced >= SYNCED_BYTES:
                     os.fsync(file.fileno())
                     unsynced = 0
+        file.flush()
         if sync:
             os.fsync(file.fileno())
     return digest.hexdigest()
