@@ -15,7 +15,7 @@ from accel_fsdp.checkpoints import (
     tensor_names,
 )
 from accel_fsdp.checkpoints.discover import CheckpointLocation
-from accel_fsdp.checkpoints.stored import Stored, same_bytes
+from accel_fsdp.checkpoints.stored import Shapes, Stored, same_bytes
 from accel_fsdp.checkpoints.tensor_names import clean_name
 from accel_fsdp.errors import UserError
 
@@ -40,9 +40,7 @@ class Weights:
     filed: bool = False
 
 
-def read(
-    place: CheckpointLocation, optimizer: bool = False, shapes: Mapping[str, tuple[int, ...]] | None = None
-) -> Weights:
+def read(place: CheckpointLocation, optimizer: bool = False, shapes: Shapes | None = None) -> Weights:
     """Finds all tensors of a checkpoint without reading them.
 
     `shapes`: those of the model's config, which plain shards of ranks need.

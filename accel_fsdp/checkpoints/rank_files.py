@@ -4,7 +4,6 @@ A DTensor says where its part belongs. A plain shard doesn't: it is a part along
 add up to the shape that the model's config gives, and a copy of the whole if each has that shape.
 """
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -14,13 +13,12 @@ from torch.distributed.tensor import DTensor
 from accel_fsdp import library_internals
 from accel_fsdp.checkpoints import file_names, saved_files
 from accel_fsdp.checkpoints.saved_files import ERRORS, Keys, SavedFile
-from accel_fsdp.checkpoints.stored import Box, Stored, assembled, same_bytes, short_name
+from accel_fsdp.checkpoints.stored import Box, Shapes, Stored, assembled, same_bytes, short_name
 from accel_fsdp.checkpoints.tensor_names import clean_name
 from accel_fsdp.errors import UserError
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.untrusted_files import broken
 
-Shapes = Mapping[str, tuple[int, ...]]
 PLACEMENTS = ("Replicate", "Shard", "_StridedShard")
 RELIES_ON = (
     Internal(

@@ -1,6 +1,6 @@
 """A tensor in a checkpoint, whoever wrote it: shape, dtype, and how it is loaded. Nothing is read before `load()`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -13,6 +13,7 @@ from accel_fsdp.checkpoints.safetensors_header import DTYPES, TORCH_NAMES
 from accel_fsdp.errors import UserError
 from accel_fsdp.untrusted_files import broken
 
+Shapes = Mapping[str, tuple[int, ...]]
 RENEWED_BYTES = 1 << 28
 """A mapped file is mapped again after so many bytes, because pages that were read count as this process's memory."""
 

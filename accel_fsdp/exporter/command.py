@@ -190,11 +190,11 @@ def _export(options: ExportCommand, out: Path, checkpoint: CheckpointLocation) -
         if from_run := companions.copy(folder, dtype, is_adapter):
             console.say(f"taken from {companions.run}: {', '.join(from_run)}", style="cyan")
         stem, largest = (file_names.ADAPTER_STEM, total + 1) if is_adapter else ("model", options.max_shard_size)
-        write = partial(writer.write, folder=folder, stem=stem, max_shard_size=largest, sync=not options.no_sync)
+        write = partial(writer.write, folder=folder, stem=stem, max_shard_size=largest)
         with console.progress("exporting", total) as progress:
             outputs, written = _written(outputs, other, write, progress)
         if options.format == "pth":
-            written = writer.as_pth(folder, written, sync=not options.no_sync)
+            written = writer.as_pth(folder, written)
         with console.waiting("verifying"):
             report = verification.verify(folder, checkpoint.folder.name, checkpoint.kind, written)
         report = report if options.allow_non_finite else verification.check_finite(report)

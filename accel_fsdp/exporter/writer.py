@@ -5,7 +5,6 @@ Memory holds one tensor. The hash of a file is taken of the bytes that are writt
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -33,8 +32,6 @@ BLOCK_ELEMENTS = 1 << 22
 """The elements that are cast and hashed at a time: they stay in the processor's cache."""
 MOST_AHEAD_BYTES = 1 << 28
 """The largest tensor that is loaded while the one before it is written."""
-SYNCED_BYTES = 1 << 28
-"""The disk is given what was written after so many bytes, so that the last sync is short."""
 LENGTH_BYTES = 8
 Progress = Callable[[int], None]
 """Called with the number of bytes written."""
@@ -62,9 +59,7 @@ class Written:
     non_finite: dict[str, int] = field(default_factory=dict)
 
 
-def write(
-    outputs: Sequence[Output], folder: Path, stem: str, max_shard_size: str | int, progress: Progress, sync: bool
-) -> Written:
+def write(outputs: Sequence[Output], folder: Path, stem: str, max_shard_size: str | int, progress: Progress) -> Written:
     """Divides tensors into files as `save_pretrained` does, and writes files and index.
 
     Raises:
@@ -91,18 +86,16 @@ def write(
     try:
         for file, names in split.filename_to_tensors.items():
             aligned = sorted((by_name[name] for name in names), key=lambda output: -output.dtype.itemsize)
-            written.hashes[file] = _write_file(folder / file, aligned, written.non_finite, progress, sync)
+            written.hashes[file] = _write_file(folder / file, aligned, written.non_finite, progress)
     finally:
         torch.set_num_threads(threads)
     return written
 
 
-def _write_file(
-    path: Path, outputs: Sequence[Output], non_finite: dict[str, int], progress: Progress, sync: bool
-) -> str:
+def _write_file(path: Path, outputs: Sequence[Output], non_finite: dict[str, int], progress: Progress) -> str:
     """Writes one file, and adds to `non_finite`; returns the file's hash."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset, unsynced, digest = 0, 0, xxhash.xxh3_128()
+    offset, digest = 0, xxhash.xxh3_128()
     for output in outputs:
         end = offset + output.spec.size_bytes
         header[output.name] = {"dtype": output.spec.dtype, "shape": output.source.shape, "data_offsets": [offset, end]}
@@ -123,13 +116,6 @@ def _write_file(
                     non_finite[output.name] = non_finite.get(output.name, 0) + count
                 put(numbers.view(torch.uint8).numpy().data)
                 progress(numbers.nbytes)
-                unsynced += numbers.nbytes
-                if sync and unsynced >= SYNCED_BYTES:
-                    os.fsync(file.fileno())
-                    unsynced = 0
-        file.flush()
-        if sync:
-            os.fsync(file.fileno())
     return digest.hexdigest()
 
 
@@ -191,13 +177,11 @@ def _of_pth(path: Path) -> dict[str, Stored]:
     return {keys[-1]: stored for keys, stored in saved_files.tensors(path).items()}
 
 
-def as_pth(folder: Path, written: Written, sync: bool) -> Written:
+def as_pth(folder: Path, written: Written) -> Written:
     """Replaces the files by one for `torch.load`, which torch writes from the mapped tensors."""
     tensors, path = tensors_in(folder), folder / file_names.TORCH_MODEL
     with path.open("xb") as file:
         torch.save({name: tensors[name].load() for name in written.tensors}, file)
-        if sync:
-            os.fsync(file.fileno())
     saved = _of_pth(path)
     if changed := [name for name, tensor in tensors.items() if not same_bytes(tensor, saved[name])]:
         raise broken(path, f"is damaged: {changed[0]} differs from what was written")

@@ -1,6 +1,7 @@
 """An export holds what `save_pretrained` writes, for models of many makes: names, layouts, ties and dtypes."""
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from runs import load_all, same
+from runs import INNER, export, load_all, same
+from torch.distributed import checkpoint as dcp
 from transformers import conversion_mapping
 from transformers.core_model_loading import Transpose, WeightConverter
 
@@ -101,3 +103,15 @@ def test_the_files_are_those_of_save_pretrained(make: str, tmp_path: Path) -> No
     again = tmp_path / "again"
     assert exporter.run(exporter.ExportCommand(tmp_path / "float32-load", again, dtype="bfloat16", verify="bytes")) == 0
     same(load_all(again), theirs["bfloat16"])
+
+
+@pytest.mark.parametrize("make", ["mixtral", "llama tied"])
+def test_shards_are_written_again_if_transformers_names_other_tensors(make: str, tmp_path: Path) -> None:
+    """Their write begins before transformers is imported, and leaves no file of its first layout."""
+    model = WHOLE[make]()
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "run" / INNER, no_dist=True)
+    model.save_pretrained(tmp_path / "run" / "model")
+    out = tmp_path / "out"
+    same(export(tmp_path / "run", out, dtype="float32", max_shard_size="20KB"), load_all(tmp_path / "run" / "model"))
+    listed = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"].values()
+    assert {path.name for path in out.glob("model*.safetensors")} == set(listed)
