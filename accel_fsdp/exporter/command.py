@@ -182,8 +182,8 @@ def _export(options: ExportCommand, out: Path, checkpoint: CheckpointLocation) -
         outputs = planner.early_outputs()
     else:
         outputs = (planner.merged(description) if options.merge_adapter else planner).outputs(description)
-    is_checked = is_adapter or not is_early
-    other = background.submit(lambda: None if is_checked else planner.other_outputs(described.result(), outputs))
+    is_guess = is_early and not is_adapter
+    other = background.submit(lambda: planner.other_outputs(described.result(), outputs) if is_guess else None)
     with atomic_files.replaced_folder(out, sync=not options.no_sync) as folder:
         total = sum(output.spec.size_bytes for output in outputs)
         refusals.check_space(out, total, wide=any(output.dtype.itemsize >= 4 for output in outputs))
