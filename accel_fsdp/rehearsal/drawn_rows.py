@@ -156,7 +156,7 @@ def line_of_split(script: str) -> int:
 
 def _choosing(node: ast.AST) -> list[ast.AST]:
     """The parts of an expression that choose rows."""
-    if isinstance(node, ast.Subscript):
-        return [node.slice]
+    if isinstance(node, ast.Subscript):  # not the name of a variable: os.environ["RANK"]
+        return [] if isinstance(node.slice, ast.Constant) else [node.slice]
     name = getattr(node.func, "attr", getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""
     return list(ast.iter_child_nodes(node)) if name in SPLITTING else []

@@ -266,3 +266,9 @@ def test_evaluations_on_several_sets_are_observed(tmp_path: Path, monkeypatch: p
     first, second = DataLoader(ROWS, 2), DataLoader(ROWS, 2)
     judged(tmp_path, monkeypatch, lambda _: iter([first, second, second]))
     assert not read(tmp_path)
+
+
+def test_a_rank_that_is_read_from_a_variable_splits_no_rows(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text('import os\nrank = int(os.environ["LOCAL_RANK"])\nrows = rows[rank::2]\n')
+    assert drawn_rows.line_of_split(str(script)) == 3
