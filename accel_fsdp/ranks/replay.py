@@ -142,6 +142,7 @@ class _Repeated:
             apart=worst,
             steps=why,
             cleared=bool(plain) and not any(bool(gradient.any()) for gradient in used.values()),
+            idle=not any(bool(gradient.any()) for gradient in plain.values()),
             rates=[settings.get("lr") for step in self.first["steps"] for settings in step["settings"]],
             changed=any(map(is_changed, self.updates)),
             line=self._step_line,

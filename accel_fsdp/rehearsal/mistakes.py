@@ -145,7 +145,8 @@ def _not_finite(records: Records) -> Content | None:
 def _without_gradients(records: Records) -> Content | None:
     """All gradients of a step are 0 on all ranks, to the end or in half of the steps: NaN may be hidden.
 
-    A few may be meant, as of batches without labels.
+    A few may be meant, as of batches without labels. Where all are 0 and nothing in the script hides NaN, a plain run
+    learns nothing either.
     """
     of_ranks = [[s["gradients"] for s in steps if "gradients" in s] for _, steps in sorted(records.steps.items())]
     is_zero = [not any(norms) for norms in zip(*of_ranks, strict=False)]
@@ -153,8 +154,10 @@ def _without_gradients(records: Records) -> Content | None:
         return None
     last = next((number for number, zero in enumerate(reversed(is_zero)) if not zero), len(is_zero))
     zeros = sum(is_zero)
-    if last >= WITHOUT_GRADIENT or (zeros > 1 and 2 * zeros >= len(is_zero)):
-        line = next(iter(records.ends.values()))["lines"]["nan_to_num"]
+    end = next(iter(records.ends.values()))
+    line = end["lines"]["nan_to_num"]
+    is_idle = zeros == len(is_zero) and line == end["backward_line"]
+    if not is_idle and (last >= WITHOUT_GRADIENT or (zeros > 1 and 2 * zeros >= len(is_zero))):
         return {"zeros": zeros, "steps": counted(len(is_zero), "step"), "line": line}
     return None
 

@@ -105,9 +105,9 @@ def _counted(content: Mapping[str, Any]) -> Failure:
 
 
 def _without_effect(events: Sequence[RankEvent]) -> Iterator[Failure]:
-    """No recorded update changed a weight."""
+    """No recorded update changed a weight, and a plain run's would."""
     updates = [event.content for event in events if event.kind == "repeated"]
-    if not updates:
+    if not updates or all(update["idle"] for update in updates):
         return
     line = updates[0]["line"]
     if all(update["cleared"] for update in updates):

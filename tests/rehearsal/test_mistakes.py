@@ -121,6 +121,7 @@ def test_gradients_may_be_0_where_a_batch_has_no_labels() -> None:
     assert is_reported(0.0, 1.0, 0.0, 1.0)
     assert not is_reported(1.0, 0.0)
     assert not is_reported(*[1.0, 0.0, 1.0] * 6)
+    assert not is_reported(*[0.0] * 6)  # nor in one process
     assert not mistakes_of(*(step(rank, gradients=float(rank)) for _ in range(4) for rank in (0, 1)))
 
 

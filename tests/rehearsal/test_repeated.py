@@ -134,10 +134,12 @@ def test_a_rank_that_holds_nothing_of_a_weight_agrees_with_all_others() -> None:
 
 
 def test_a_rate_of_0_is_remarked() -> None:
-    content = {"rates": [0.0], "cleared": False, "changed": False, "apart": 0.0, "steps": "", "line": ""}
+    content = {"rates": [0.0], "cleared": False, "idle": False, "changed": False, "apart": 0.0, "steps": "", "line": ""}
     still = [RankEvent(0, 0.0, "weights", {"model": 0, "held": {"head": [0, 0.1, 1.0]}})] * 2
     idle, trained = ([RankEvent(0, 0.0, "repeated", {**content, "rates": [rate]}), *still] for rate in (0.0, 0.1))
     assert not list(repeated.differences(idle))
     assert "the learning rate is 0 in them" in repeated.summary(idle)
     (mistake,) = repeated.differences(trained)
     assert mistake.what == "no weight moved in any step"
+    in_one_process = {**content, "rates": [0.1], "cleared": True, "idle": True}
+    assert not list(repeated.differences([RankEvent(0, 0.0, "repeated", in_one_process), *still]))
