@@ -4,8 +4,8 @@ Each of `benchmarks/mistakes/` is rehearsed with two ranks: scripts `issue_` hav
 public, scripts `own_` one of another kind, scripts `unseen_` one by someone who had not seen the tool, and scripts
 `right_` only look unusual. A mistake is found if the rehearsal fails and says why, and placed if it names the key or
 one of the lines that end in `# wrong`. `--public FOLDER` also rehearses scripts of others, which must pass: FOLDER
-holds clones of their repositories, at the commits of `public.json` or later ones. A script there with a `mistake` was
-taken for a right one until a rehearsal failed.
+holds clones of their repositories, at the commits of `public.json` or later ones, and its `packages` are installed. A
+script there with a `mistake` was taken for a right one until a rehearsal failed.
 """
 
 import argparse
