@@ -37,7 +37,7 @@ PRINTED_BY = {
     "checkpoints": "checkpoints_command",
     "convert": "conversion/",
     "check": "linter/ checkpoints/summary",
-    "migrate": "wizard/migration wizard/convert",
+    "migrate": "wizard/migration wizard/rewriting",
     "script": "launch/script/",
     "doctor": "launch/doctor/",
     "launch": "launch/",

@@ -1,4 +1,3 @@
-from . import convert as convert
 from . import interview as interview
 from . import questions as questions
 from . import recommended as recommended
@@ -6,16 +5,16 @@ from . import to_yaml as to_yaml
 from .answers import Answers as Answers
 from .answers import Context as Context
 from .command import configure as configure
-from .command import migrate as migrate
-from .convert import Change as Change
-from .convert import Migration as Migration
-from .convert import migrated as migrated
 from .flags import ConfigCommand as ConfigCommand
 from .flags import MigrateCommand as MigrateCommand
 from .flags import SeqLen as SeqLen
 from .flags import WizardOptions as WizardOptions
+from .migration import Migration as Migration
+from .migration import migrate as migrate
+from .migration import migrated as migrated
 from .presets import MODEL as MODEL
 from .presets import PRESETS as PRESETS
 from .questions import QUESTIONS as QUESTIONS
 from .questions import applying as applying
+from .rewriting import Change as Change
 from .to_yaml import to_text as to_text

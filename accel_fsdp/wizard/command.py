@@ -1,24 +1,24 @@
-"""The commands `accel-fsdp config`: interview, review, write; and `migrate`, the same conversion to another engine."""
+"""The command `accel-fsdp config`: interview, review, write."""
 
-import json
 import os
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from accel_fsdp import atomic_files, console
 from accel_fsdp.config import JobConfig, header, read_config, yaml_file
-from accel_fsdp.errors import UsageError, UserError, did_you_mean
-from accel_fsdp.wizard import asking, convert, interview, to_yaml
+from accel_fsdp.errors import UsageError, did_you_mean
+from accel_fsdp.wizard import asking, interview, to_yaml
 from accel_fsdp.wizard.answers import Answers
-from accel_fsdp.wizard.convert import Change, migrated
-from accel_fsdp.wizard.flags import MigrateCommand, WizardOptions
+from accel_fsdp.wizard.flags import WizardOptions
+from accel_fsdp.wizard.from_yaml import to_answers, to_flags
+from accel_fsdp.wizard.migration import for_engine, show_changes
 from accel_fsdp.wizard.presets import PRESETS
 from accel_fsdp.wizard.questions import applying, is_shown
+from accel_fsdp.wizard.rewriting import Change, refusal, rewrite
 
 WRITE, SHOW, QUIT = "write", "show", "quit"
-STYLES = {"renamed": "cyan", "lost": "yellow", "changed": "yellow"}
 
 
 @dataclass(frozen=True)
@@ -77,13 +77,8 @@ def _read(path: Path, flags: Mapping[str, str]) -> tuple[Original, Mapping[str, 
     if str(path) == yaml_file.STDIN:
         raise UsageError("--from - can't be re-edited", why="it is read several times", fix="--from FILE")
     job, document = read_config(path)
-    original = Original(path, job, convert.to_flags(job))
-    target = convert.target_of(flags, original.written)
-    if original.written["engine"] != flags.get("engine", original.written["engine"]).lower() or target:
-        convert.check_sections(job, document)
-    if target is None:
-        return original, original.written
-    return original, convert.retarget(original.written, job, target)
+    written = to_flags(job)
+    return Original(path, job, written), for_engine(flags, written, job, document)
 
 
 @dataclass
@@ -104,9 +99,9 @@ class Review:
         if answers.model and "layer_class" not in original.written:
             answered.add("layer_class")  # the model has answered it
         open_fields = vars(answers).keys() - original.written.keys() - answered
-        old = replace(convert.to_answers(original.written), **{field: getattr(answers, field) for field in open_fields})
+        old = replace(to_answers(original.written), **{field: getattr(answers, field) for field in open_fields})
         document = yaml_file.load(original.path)
-        changes = convert.rewrite(document, original.job, old, answers)
+        changes = rewrite(document, original.job, old, answers)
         return answers, header.with_header(yaml_file.dump(document), to_yaml.header(answers)), changes
 
     def ask(self) -> int:
@@ -153,7 +148,7 @@ class Review:
     def write(self, answers: Answers, text: str, changes: list[Change]) -> int:
         """Writes the file and prints the command that uses it; returns 0. A meaning is lost only by force."""
         if self.original and not self.force and any(change.breaks for change in changes):
-            raise _refusal(self.original.path, answers.engine, changes)
+            raise refusal(self.original.path, answers.engine, changes)
         if note := header.missing_here(header.launch_words(text)):
             _warn((note,))
         if str(self.output) == "-":
@@ -191,67 +186,3 @@ def default_config() -> Path:
     """Where `accelerate launch` looks without `--config_file`, as accelerate.commands.config.config_args has it."""
     cache = os.environ.get("HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"))
     return Path(cache).expanduser() / "accelerate" / "default_config.yaml"
-
-
-def migrate(options: MigrateCommand) -> int:
-    """Rewrites a file for another engine and reports each change; returns 0.
-
-    Raises:
-        UserError: a meaning can't be kept, and `options.force` is not given, or the output exists, without
-            `options.overwrite`; nothing is written.
-        UsageError: the file can't be read, or its engine can't be migrated.
-    """
-    path, output = options.file, options.output or options.file
-    if str(output) == yaml_file.STDIN and not options.dry_run:
-        raise UsageError("migrate -", why="stdin can't be rewritten", fix="accel-fsdp migrate - -o OUT, or --dry-run")
-    migration = migrated(path, options.to, options.layer_class)
-    is_same = migration.source == migration.target
-    note = f"is {migration.source} already" if is_same else f"{migration.source} -> {migration.target}"
-    console.say(f"{path}: {note}")
-    if options.json:
-        content = {"file": str(path), "source": migration.source, "target": migration.target}
-        changes = [asdict(change) for change in migration.changes]
-        console.put(json.dumps({**content, "changes": changes, "yaml": migration.text}, indent=2), lines=True)
-    else:
-        show_changes(migration.changes, to_stderr=options.dry_run)
-    if migration.lost and not options.force:
-        raise _refusal(path, migration.target, migration.changes)
-    if options.dry_run and not options.json:
-        console.put(migration.text.removesuffix("\n"), lines=True)
-    if options.dry_run:
-        return 0
-    if options.output and not options.overwrite:
-        atomic_files.refuse_existing(output, allow="--overwrite")
-    if output != path or migration.text != migration.before:
-        atomic_files.write_text(output, migration.text)
-        console.show_diff(migration.before, migration.text, str(path), str(output))
-        console.say(f"written: {output}", style="green")
-    return 0
-
-
-def show_changes(changes: Iterable[Change], to_stderr: bool = True) -> None:
-    """Prints a row for each change: a key before and after, with an arrow if it changes."""
-    rows, styles = [], []
-    for change in changes:
-        key = change.key.rpartition(".")[2]
-        before = f"{key}: {change.old}" if change.old else key
-        after = f"{change.new_key}: {change.new}" if change.new_key else change.new
-        arrow = f"{before} → {after}" if after and after != change.old else before
-        why = f"{change.why}: {change.fix}" if change.fix else change.why
-        rows.append((change.kind + "!" * change.breaks, arrow, why))
-        styles.append("red" if change.breaks else STYLES[change.kind])
-    if rows:
-        console.show_table(("", "key", "why"), rows, styles, to_stderr=to_stderr)
-
-
-def _refusal(path: Path, target: str, changes: Iterable[Change]) -> UserError:
-    """The error of a conversion that loses a meaning."""
-    broken = [change for change in changes if change.breaks]
-    keys = ", ".join(change.key.rpartition(".")[2] for change in broken)
-    flags = " ".join(change.fix for change in broken if change.fix)
-    alternative = f"give the script {flags}, and write the file" if flags else "accept the loss and write the file"
-    return UserError(
-        f"{path}: {target} can't keep the meaning of {keys}",
-        why="; ".join(change.why for change in broken),
-        fix=f"change those keys first, or {alternative}: --force. Nothing was written",
-    )

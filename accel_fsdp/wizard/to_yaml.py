@@ -1,6 +1,7 @@
 """Converts answers to the text of an Accelerate YAML."""
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -20,7 +21,7 @@ from accel_fsdp.config import header as config_header
 from accel_fsdp.hardware import machines
 from accel_fsdp.job import Checkpointing, Job, Layout, from_arguments
 from accel_fsdp.wizard.answers import Answers, engine_of
-from accel_fsdp.wizard.questions import applying
+from accel_fsdp.wizard.questions import QUESTIONS, applying
 
 Place: TypeAlias = tuple[str, str]
 """A section and a key."""
@@ -28,6 +29,18 @@ SECTIONS = {
     **dict.fromkeys((Engine.FSDP1, Engine.FSDP2, Engine.TPU), "fsdp_config"),
     Engine.DEEPSPEED: "deepspeed_config",
 }
+MESH = "parallelism_config"
+KEYS = {question.key: question.field for question in QUESTIONS if question.key}
+"""The keys that hold one answer each."""
+SETTINGS: Mapping[Place, str] = {
+    **KEYS,
+    ("fsdp_config", "fsdp_reshard_after_forward"): "strategy",
+    ("deepspeed_config", "zero_stage"): "strategy",
+    ("deepspeed_config", "offload_optimizer_device"): "cpu_offload",
+    ("deepspeed_config", "zero3_init_flag"): "ram_efficient_loading",
+    ("fsdp_config", "fsdp_xla_fsdp_grad_ckpt"): "activation_checkpointing",
+}
+"""The setting that a key is of, under the wizard's name; other engines may have it under another key."""
 OWN_SCRIPT = "YOUR_SCRIPT.py"
 """The placeholder for a script, for models that train/sft.py doesn't train."""
 
@@ -55,7 +68,7 @@ def flat_mapping(answers: Answers) -> dict[Place, Any]:
     section = SECTIONS.get(engine, "")
     values |= {(section, key): value for key, value in _derived(answers, engine).items()}
     if engine is Engine.FSDP2:  # hybrid sharding and tensor parallelism are a device mesh
-        values |= {("parallelism_config", key): size for key, size in answers.mesh.items()}
+        values |= {(MESH, key): size for key, size in answers.mesh.items()}
     if engine is Engine.TPU:
         values["", "main_training_function"] = "main"
     return {place: values[place] for place in BY_NAME if place in values}
