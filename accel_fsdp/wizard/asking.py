@@ -129,9 +129,10 @@ def _ask_choice(question: Question, context: Context, proposed: Any, reason: str
     assert question.options is not None
     options = [option for option in question.options(context) if option.offered or option.value == proposed]
     own = question.default(context)[0]
-    hints = [("proposed: " + reason if option.value == own else "", option.caution) for option in options]
-    shown = zip(options, hints, strict=True)
-    choices = [_choice(option.label(), option.value, option.disabled, *words) for option, words in shown]
+    choices = [
+        _choice(option.label(), option.value, option.disabled, f"proposed: {reason}" if option.value == own else "")
+        for option in options
+    ]
     free = [choice for choice in choices if not choice.disabled]
     default = next((choice for choice in free if str(choice.value) == str(proposed)), free[0])
     prompt = _fill(question.prompt, start=4, indent=2)  # questionary adds two spaces
@@ -168,16 +169,14 @@ def _fit_lines(prompt: str, reason: str, room: int = 0) -> tuple[str, str]:
     return first, "\n  " + _fill(instruction, start=2, indent=3)
 
 
-def _choice(label: str, value: Any, disabled: str = "", *hints: str) -> questionary.Choice:
-    """An option broken between words; questionary draws a disabled one as `- label (why)`.
+def _choice(label: str, value: Any, disabled: str = "", hint: str = "") -> questionary.Choice:
+    """An option broken between words, whose hint shows while it is highlighted.
 
-    The hints are shown while the option is highlighted.
+    Questionary draws a disabled one as `- label (why)`.
     """
     label = _fill(label, start=5, indent=5)
     why = _fill(disabled, start=len(label.splitlines()[-1]) + 7, indent=5)
-    return questionary.Choice(
-        label, value=value, disabled=why or None, description="; ".join(filter(None, hints)) or None
-    )
+    return questionary.Choice(label, value=value, disabled=why or None, description=hint or None)
 
 
 def _fill(text: str, start: int, indent: int) -> str:

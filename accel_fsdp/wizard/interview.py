@@ -8,12 +8,13 @@ from typing import Any
 
 from accel_fsdp import console, models
 from accel_fsdp.command_line import parse_command_line
-from accel_fsdp.config import DEFAULT_PORT, EXPERT_FLAG, script_arguments, size_key
+from accel_fsdp.config import DEFAULT_PORT, EXPERT_FIELD, EXPERT_FLAG, JobConfig, script_arguments, size_key
 from accel_fsdp.errors import UsageError, UserError, joined
-from accel_fsdp.hardware import MachineFacts, host
-from accel_fsdp.models import ModelFacts, catalogue, remote_code
+from accel_fsdp.hardware import MachineFacts, host, machines
+from accel_fsdp.job import from_yaml
+from accel_fsdp.models import ModelFacts, catalogue, remote_code, state_bytes
 from accel_fsdp.units import parameters
-from accel_fsdp.wizard import recommended, to_yaml
+from accel_fsdp.wizard import recommended, to_yaml, validation
 from accel_fsdp.wizard.answers import MESH, Answers, Context
 from accel_fsdp.wizard.presets import MODEL as PRESET_MODEL
 from accel_fsdp.wizard.questions import QUESTIONS, Question, settle, store, to_answers, useless
@@ -21,6 +22,9 @@ from accel_fsdp.wizard.questions import QUESTIONS, Question, settle, store, to_a
 RANKS = ("num_processes", *MESH)
 ABOUT_RANKS = ("AF316", "AF329", "AF330", "AF333", "AF402", "AF516", "AF517", "AF518", "AF519")
 """The answers about ranks, and the rules of `accel-fsdp check` that judge them together."""
+NO_ADDRESS = (
+    "note: no main_process_ip: the job file of accel-fsdp script asks the cluster for it; else give --main-process-ip"
+)
 WITHOUT_MODEL = ""
 """The answer where no model is needed: the layer class is named, or a file is edited."""
 
@@ -139,8 +143,48 @@ def answers(session: Interview) -> Answers:
 
 
 def warnings(session: Interview) -> tuple[str, ...]:
-    """The plan's objections to the answers of a finished interview: that they don't fit, and what would."""
-    return recommended.warnings(session.settled())
+    """Cautions and the plan's objections to the answers of a finished interview, line by line."""
+    context = session.settled()
+    machine, number = context.machine, context["num_machines"]
+    lines = [f"warning: {caution}" for caution in validation.cautions(context)]
+    if context["method"] == "qlora" and context.model and context.model.fused_experts:
+        lines.append(f"note: {state_bytes.experts_in_16_bits(context.model.fused_experts)}")
+    if number > 1 and not context["main_process_ip"]:
+        lines.append(NO_ADDRESS)
+    if context["mixed_precision"] == "bf16" and machine.count and not machines.has_bf16(machine):
+        units = f"{machine.accelerator} has no bf16 units and computes it at the rate of float32"
+        lines.append(f"warning: {units}; --mixed-precision fp16 is faster")
+    if context["num_processes"] < machine.count * number:
+        used = f"{context['num_processes']} of {machine.count * number} GPUs"
+        lines.append(f"note: {used} will be used, one per process")
+    return (*lines, *_misfit(context))
+
+
+def _misfit(context: Context) -> tuple[str, ...]:
+    """Why the YAML of settled answers doesn't fit into a GPU's memory, and changes that would, as sentences.
+
+    Empty if it fits, or if this is unknown.
+    """
+    from accel_fsdp.prediction import remedies, written
+    from accel_fsdp.prediction.tracing import by_name
+
+    if recommended.problem_of(context) is None:
+        return ()
+    settled, number = to_answers(context), context["num_machines"]
+    config = JobConfig(to_yaml.to_mapping(settled))
+    used = machines.as_typed(replace(context.machine, count=settled.num_processes // number), number)
+    recipe = to_yaml.job_of(settled).recipe
+    try:
+        job = from_yaml.predictable(config, {EXPERT_FIELD: settled.ep}, recipe)
+        problem = written.problem_of(config, job, settled.model, used, by_name.read_shape)
+        judged = problem.judged(problem.job.settled)
+    except UserError:
+        return ()
+    if judged.fits:
+        return ()
+    lead = "this leaves too little free memory" if judged.verdict == "tight" else "this doesn't fit"
+    better = "; ".join(change.flags for change in remedies(problem, judged.job)) or "a smaller model, or larger GPUs"
+    return f"warning: {lead}: {judged.refused or f'it {judged.words}'}", f"  what fits: {better}"
 
 
 def in_words(text: str) -> str:

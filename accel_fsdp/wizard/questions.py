@@ -24,14 +24,13 @@ from accel_fsdp.wizard.answers import Answers, Context
 class Option:
     """One answer to choose from, with its consequence in a few words; `disabled` says why it can't be chosen here.
 
-    An option that isn't `offered` is accepted only from a file or a flag; `caution` is its condition.
+    An option that isn't `offered` is accepted only from a file or a flag.
     """
 
     value: Any
     label: Callable[[], str]
     disabled: str = ""
     offered: bool = True
-    caution: str = ""
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,6 @@ def _options(name: str, meanings: Mapping[Any, str], hidden: tuple[str, ...], co
             partial(_label, name, value, meaning, context),
             validation.reason(name, value, context),
             value not in hidden and _is_offered(name, value, context),
-            validation.caution(name, value, context),
         )
         for value, meaning in meanings.items()
     ]

@@ -1,4 +1,4 @@
-"""What the plan recommends for the answers so far, says of a strategy, and of all answers. Pure, but for recording.
+"""What the plan recommends for the answers so far, and says of a strategy. Pure, but for recording.
 
 GPUs outside the table have no recommendation.
 
@@ -14,7 +14,6 @@ from accel_fsdp.config import ENGINE_NAMES, STRATEGIES, TORCH_DTYPES, Engine, Pr
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import gpus, machines
 from accel_fsdp.job import Job, Layout, Recipe, from_arguments, recompute_by
-from accel_fsdp.models import state_bytes
 from accel_fsdp.units import gib_or_mib
 from accel_fsdp.wizard import validation
 from accel_fsdp.wizard.answers import MESH, Context
@@ -30,9 +29,6 @@ OF_FSDP = frozenset(
     }
 )
 """Questions whose answer by a flag picks FSDP."""
-NO_ADDRESS = (
-    "note: no main_process_ip: the job file of accel-fsdp script asks the cluster for it; else give --main-process-ip"
-)
 RECOMPUTES = "activation_checkpointing"
 DECIDING = ("fsdp_version", "strategy", "zero_stage", "cpu_offload", RECOMPUTES, "batch")
 """Questions besides the engine whose answers are a job's."""
@@ -136,9 +132,10 @@ def _searched(context: Context, problem: "Problem", asked: Mapping[str, str]) ->
     jobs = [job for job in layouts(problem.job) if agrees(job) or agrees(job.with_layout(offload=True))]
     own = layout_of(context, problem) if not jobs and "engine" in context.given else None
     jobs = [replace(problem.job, layout=own)] if own else jobs
-    mended = _as_written(problem, problem.job)  # what trains with train/sft.py alone, where a flag asks for it
-    found = search.best(problem, jobs, agrees) or search.best(mended, jobs, agrees)
-    return found or search.least(problem, jobs, agrees)
+    by_sft = replace(problem, job=replace(problem.job, model=problem.shape.name))  # which trains more combinations
+    return (
+        search.best(problem, jobs, agrees) or search.best(by_sft, jobs, agrees) or search.least(problem, jobs, agrees)
+    )
 
 
 def _on_mesh(context: Context, problem: "Problem", asked: Mapping[str, str]) -> "Candidate | None":
@@ -207,11 +204,6 @@ def checkpoints_in_script(context: Context) -> bool:
     )
 
 
-def _as_written(problem: "Problem", job: Job) -> "Problem":
-    """The problem of the YAML that has a job, which is judged for train/sft.py."""
-    return replace(problem, job=replace(job, model=problem.shape.name))
-
-
 def note(strategy: int, context: Context) -> str:
     """What the plan says of a strategy: what a GPU needs, and its speed; empty if it is unknown."""
     is_idle = strategy in (4, 5) and context["num_machines"] == 1
@@ -236,45 +228,3 @@ def check_length(context: Context, value: Any) -> int | None:
     length, problem = validation.check_tokens(context, value), problem_of(context)
     recorded = (problem.shape,) if problem else trace_store.find(context["model"])
     return length_of(recorded[0], length) if recorded else length
-
-
-def warnings(context: Context) -> tuple[str, ...]:
-    """Cautions and the plan's objections to settled answers, shown before writing, line by line."""
-    lines = tuple(f"warning: {caution}" for caution in validation.cautions(context))
-    if context["method"] == "qlora" and context.model and context.model.fused_experts:
-        lines += (f"note: {state_bytes.experts_in_16_bits(context.model.fused_experts)}",)
-    if context["num_machines"] > 1 and not context["main_process_ip"]:
-        lines += (NO_ADDRESS,)
-    if context["mixed_precision"] == "bf16" and context.machine.count and not machines.has_bf16(context.machine):
-        units = f"{context.machine.accelerator} has no bf16 units and computes it at the rate of float32"
-        lines += (f"warning: {units}; --mixed-precision fp16 is faster",)
-    gpus = context.machine.count * context["num_machines"]
-    if context["num_processes"] < gpus:
-        lines += (f"note: {context['num_processes']} of {gpus} GPUs will be used, one per process",)
-    return (*lines, *misfit(context))
-
-
-def misfit(context: Context) -> tuple[str, ...]:
-    """Why settled answers don't fit into a GPU's memory, and changes that would, as sentences.
-
-    Empty if they fit, as the plan judges their YAML, or if this is unknown.
-    """
-    from accel_fsdp.prediction import remedies
-
-    problem = problem_of(context)
-    layout = layout_of(context, problem) if problem else None
-    if problem is None or layout is None:
-        return ()
-    recomputes = context["activation_checkpointing"] or checkpoints_in_script(context)
-    sizes = {"rows": context["batch"] or 1, "offloads_inputs": context["activation_offload"]}
-    recipe = replace(problem.job.recipe, checkpointing="full" if recomputes else "none", **sizes)
-    try:
-        problem = _as_written(problem, Job(layout, recipe).settled)
-        judged = problem.judged(problem.job)
-    except UserError:
-        return ()
-    if judged.fits:
-        return ()
-    lead = "this leaves too little free memory" if judged.verdict == "tight" else "this doesn't fit"
-    better = "; ".join(change.flags for change in remedies(problem, judged.job)) or "a smaller model, or larger GPUs"
-    return f"warning: {lead}: {judged.refused or f'it {judged.words}'}", f"  what fits: {better}"

@@ -140,13 +140,13 @@ def launch_line(answers: Answers, path: str) -> str:
 
 
 def _our_script(answers: Answers, path: str) -> list[str]:
-    arguments = from_arguments.argument_words(_job(answers), sized=answers.seq_len is not None)
+    arguments = from_arguments.argument_words(job_of(answers), sized=answers.seq_len is not None)
     if answers.engine == "tpu":
         arguments += ["--accelerate_config", path]
     return config_header.example_run(answers.model, arguments)
 
 
-def _job(answers: Answers) -> Job:
+def job_of(answers: Answers) -> Job:
     """The parts of the job that the script's arguments decide."""
     checkpointing: Checkpointing = "full" if answers.script_checkpoints else "none"
     precision = answers.mixed_precision if answers.mixed_precision in TORCH_DTYPES else "bf16"  # fp8 computes in it

@@ -22,16 +22,11 @@ def reason(question: str, value: Any, context: Context) -> str:
     return _why_unsuitable(question, value, context) or next(fatal, "")
 
 
-def caution(question: str, value: Any, context: Context) -> str:
-    """The condition under which this option works with the answers so far; empty without one."""
-    fixed = (clash for clash in _clashes(question, value, context) if clash.mended)
-    return next((f"{clash.what}: {clash.why}" for clash in fixed), "")
-
-
 def cautions(context: Context) -> tuple[str, ...]:
-    """The cautions about all given answers, each once."""
-    conditions = (caution(question, context[question], context) for question in _PARTS if question in context.given)
-    return tuple(dict.fromkeys(filter(None, conditions)))
+    """What train/sft.py alone trains correctly of the given answers, each once."""
+    given = (name for name in _PARTS if name in context.given)
+    matches = (clash for name in given for clash in _clashes(name, context[name], context) if clash.mended)
+    return tuple(dict.fromkeys(f"{clash.what}: {clash.why}" for clash in matches))
 
 
 def _clashes(question: str, value: Any, context: Context) -> list[Clash]:
