@@ -18,6 +18,7 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.wizard.answers import Context
 from accel_fsdp.wizard.interview import Interview, in_words, introduce
 from accel_fsdp.wizard.questions import QUESTIONS, Question, settle
+from accel_fsdp.wizard.to_yaml import flag_text
 
 BACK = object()
 """The answer after Escape."""
@@ -74,63 +75,44 @@ def _ask_from(session: Interview, position: int) -> None:
 
 
 def _ask(question: Question, context: Context, before: Any) -> Any:
-    """Asks until the answer passes the question's own check, and the model can be read; returns it, or BACK."""
+    """Asks until the answer passes the question's own check, and the model can be read; returns it, or BACK.
+
+    The default is grey and disappears on typing; an earlier answer `before` can be edited.
+    """
     while True:
-        answer = prompt(question, context, before)
+        answer, shown = (_ask_text if question.options is None else _ask_choice)(question, context, before)
         if answer is BACK:
             return answer
+        console.answered(question.title, shown)
         try:
             settle(question, context, answer)
             if question.field == "model":
                 introduce(answer)
             return answer
         except UserError as error:
-            console.say(_at_prompt(error, question), style="red", wrap=True, lines=True)
+            fix = error.fix
+            if fix.startswith(f"{question.flag} "):
+                fix = f"type {fix.replace(f'{question.flag} ', '').replace('ID_OR_FOLDER', 'a hub id or a folder')}"
+            at_prompt = UserError(in_words(error.what), why=in_words(error.why), fix=in_words(fix))
+            console.say(str(at_prompt), style="red", wrap=True, lines=True)
 
 
-def _at_prompt(error: UserError, question: Question) -> str:
-    """The error for a prompt: `--num-machines 2` becomes `num machines 2`, and the question's own flag is removed."""
-    fix = error.fix
-    if fix.startswith(f"{question.flag} "):
-        fix = f"type {fix.replace(f'{question.flag} ', '').replace('ID_OR_FOLDER', 'a hub id or a folder')}"
-    return str(UserError(in_words(error.what), why=in_words(error.why), fix=in_words(fix)))
-
-
-def prompt(question: Question, context: Context, before: Any) -> Any:
-    """Asks once, with the answer `before` or the default proposed; Ctrl-C raises KeyboardInterrupt.
-
-    The default is grey and disappears on typing; an earlier answer can be edited.
-    """
+def _ask_text(question: Question, context: Context, before: Any) -> tuple[Any, str]:
     value, reason = question.default(context)
-    if question.options is None:
-        answer, shown = _ask_text(
-            question.prompt, _as_text(value), reason, None if before is None else _as_text(before)
-        )
-    else:
-        answer, shown = _ask_choice(question, context, value if before is None else before, reason)
-    if answer is not BACK:
-        console.answered(question.title, shown)
-    return answer
-
-
-def _as_text(value: Any) -> str:
-    return ",".join(value) if isinstance(value, tuple) else str(value)
-
-
-def _ask_text(prompt: str, default: str, reason: str, before: str | None) -> tuple[Any, str]:
-    first, instruction = _fit_lines(prompt, reason, room=len(default) + 2)
+    default, typed = flag_text(value), "" if before is None else flag_text(before)
+    first, instruction = _fit_lines(question.prompt, reason, room=len(default) + 2)
     grey = [("class:instruction", default)]
-    answer = _run(questionary.text(first, default=before or "", instruction=instruction + " ", placeholder=grey))
-    answer = default if answer == "" else answer
+    answer = _run(questionary.text(first, default=typed, instruction=instruction + " ", placeholder=grey)) or default
     return answer, answer
 
 
-def _ask_choice(question: Question, context: Context, proposed: Any, reason: str) -> tuple[Any, str]:
+def _ask_choice(question: Question, context: Context, before: Any) -> tuple[Any, str]:
     assert question.options is not None
+    value, reason = question.default(context)
+    proposed = value if before is None else before
     options = [option for option in question.options(context) if option.offered or option.value == proposed]
-    own = question.default(context)[0]
     choices = [
-        _choice(option.label(), option.value, option.disabled, f"proposed: {reason}" if option.value == own else "")
+        _choice(option.label(), option.value, option.disabled, f"proposed: {reason}" if option.value == value else "")
         for option in options
     ]
     free = [choice for choice in choices if not choice.disabled]

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import takewhile
 from typing import Any
 
 from accel_fsdp import console, models
@@ -49,11 +50,9 @@ class Interview:
         Given answers that a question rejects are removed from `given`, unless they are flags.
         """
         context = Context(given={}, wished=self.given)
-        for question in QUESTIONS:
+        for question in takewhile(lambda question: question.field != until, QUESTIONS):
             if question.field == "gpus" and "gpus" not in self.given:
                 context = replace(context, detected=_machine())
-            if question.field == until:
-                break
             context = self._settle(question, context)
         return context
 
@@ -62,38 +61,33 @@ class Interview:
         context = replace(self, given={"model": PRESET_MODEL, **self.given}).settled()
         return [q for q in QUESTIONS if q.is_open(context) and q.field not in self.given]
 
-    def _settle(self, question: Question, context: Context) -> Context:
-        if not question.applies(context):
-            if question.field in self.flags:
-                raise useless(question, context)
-            return store(question, context, question.default(context)[0])
-        context = self._settle_given(question, context)
-        return self._with_model(context) if question.field == "model" else context
-
-    def _settle_given(self, question: Question, context: Context) -> Context:
-        open_ = question.field == "model" or (question.field == "layer_class" and not self.given.get("layer_class"))
-        if open_ and self.is_without_model:
-            return store(question, context, question.default(context)[0])
-        if question.field in self.given:
-            try:
-                return judged(question, settle(question, context, self.given[question.field]))
-            except UserError as error:
-                if question.field in self.flags:
-                    raise
-                del self.given[question.field]
-                note = f"{in_words(joined(error.what, error.why))}; going on without it: {error.fix}"
-                console.say(f"note: {note}", style="yellow", wrap=True)
-        return judged(question, settle(question, context, question.default(context)[0]))
-
     @property
     def is_without_model(self) -> bool:
         """Whether a file, or a flag that names the layer class, makes the model unnecessary."""
         has_layer_class = "layer_class" in self.flags and "model" not in self.given
         return "model" not in self.flags and (has_layer_class or self.given.get("model") == WITHOUT_MODEL)
 
+    def _settle(self, question: Question, context: Context) -> Context:
+        name, answer = question.field, self.given.get(question.field)
+        if not question.applies(context):
+            if name in self.flags:
+                raise useless(question, context)
+            return store(question, context, question.default(context)[0])
+        if self.is_without_model and (name == "model" or (name == "layer_class" and not answer)):
+            return replace(store(question, context, question.default(context)[0]), unread=True)
+        if name in self.given:
+            try:
+                settled = judged(question, settle(question, context, answer))
+                return self._with_model(settled) if name == "model" else settled
+            except UserError as error:
+                if name in self.flags or name == "model":
+                    raise
+                del self.given[name]
+                note = f"{in_words(joined(error.what, error.why))}; going on without it: {error.fix}"
+                console.say(f"note: {note}", style="yellow", wrap=True)
+        return judged(question, settle(question, context, question.default(context)[0]))
+
     def _with_model(self, context: Context) -> Context:
-        if self.is_without_model:
-            return replace(context, unread=True)
         try:
             return replace(context, model=read_model(context["model"]))
         except UserError as error:
