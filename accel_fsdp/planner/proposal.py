@@ -37,7 +37,7 @@ class Proposer:
         Raises:
             UserError: the model can't be read, or the wizard refuses an answer.
         """
-        flags = self._base(job) | recommended.decisions(job)
+        flags = self._base(job) | _decisions(job)
         return interview.answers(interview.Interview(flags, dict(flags)))
 
     def written(self, job: Job) -> str:
@@ -54,7 +54,7 @@ class Proposer:
 
     def command(self, job: Job) -> str:
         """The command that writes the YAML of the recommended job, without the wizard's own defaults."""
-        chosen = self._base(job) | ({} if self.by_default else recommended.decisions(job))
+        chosen = self._base(job) | ({} if self.by_default else _decisions(job))
         flags = [word for name, value in chosen.items() for word in (command_line.flag_of(name), value)]
         return shlex.join(["accel-fsdp", "config", "--yes", "-o", OUTPUT, *flags])
 
@@ -69,6 +69,10 @@ class Proposer:
         if job.recipe.length != self.usual_length:
             flags["seq_len"] = str(job.recipe.length)
         return flags
+
+
+def _decisions(job: Job) -> dict[str, str]:
+    return {name: to_yaml.flag_text(value) for name, value in recommended.decisions(job).items()}
 
 
 def arguments(job: Job) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def _ask(question: Question, context: Context, before: Any) -> Any:
     The default is grey and disappears on typing; an earlier answer `before` can be edited.
     """
     while True:
-        answer, shown = (_ask_text if question.options is None else _ask_choice)(question, context, before)
+        answer, shown = (_ask_text if not question.meanings else _ask_choice)(question, context, before)
         if answer is BACK:
             return answer
         console.answered(question.title, shown)
@@ -107,19 +107,23 @@ def _ask_text(question: Question, context: Context, before: Any) -> tuple[Any, s
 
 
 def _ask_choice(question: Question, context: Context, before: Any) -> tuple[Any, str]:
-    assert question.options is not None
     value, reason = question.default(context)
     proposed = value if before is None else before
     options = [option for option in question.options(context) if option.offered or option.value == proposed]
     choices = [
-        _choice(option.label(), option.value, option.disabled, f"proposed: {reason}" if option.value == value else "")
+        _choice(
+            question.label(option.value, context),
+            option.value,
+            option.disabled,
+            f"proposed: {reason}" if option.value == value else "",
+        )
         for option in options
     ]
     free = [choice for choice in choices if not choice.disabled]
     default = next((choice for choice in free if str(choice.value) == str(proposed)), free[0])
     prompt = _fill(question.prompt, start=4, indent=2)  # questionary adds two spaces
     answer = _run(questionary.select(prompt, choices, default=default, instruction=" ", use_jk_keys=False))
-    label = next((option.label() for option in options if option.value == answer), "")
+    label = next((question.label(option.value, context) for option in options if option.value == answer), "")
     return answer, label.rpartition(": ")[0] or label
 
 

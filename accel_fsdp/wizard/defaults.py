@@ -1,16 +1,18 @@
 """The answers that the wizard proposes, each with its reason in one line. Pure."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
-from accel_fsdp.config import DEFAULT_PORT, ENGINE_NAMES, PLACING, Engine
+from accel_fsdp.config import DEFAULT_PORT, PLACING, Engine
 from accel_fsdp.hardware import machines
 from accel_fsdp.units import listed
 from accel_fsdp.wizard import recommended, validation
 from accel_fsdp.wizard.answers import Context
 
+Default: TypeAlias = Callable[[Context], tuple[Any, str]]
 
-def always(value: Any, reason: str) -> Callable[[Context], tuple[Any, str]]:
+
+def always(value: Any, reason: str) -> Default:
     """A fixed default."""
     return lambda context: (value, reason)
 
@@ -36,23 +38,33 @@ def num_machines(context: Context) -> tuple[int, str]:
     return count, "one machine" if count == 1 else f"as in {context['gpus']}"
 
 
+def _planned(name: str, otherwise: Any, reason: str) -> Default:
+    """The plan's recommendation for a question, or without one a fixed default."""
+
+    def default(context: Context) -> tuple[Any, str]:
+        candidate = recommended.candidate(context)
+        decided = recommended.decisions(candidate.job) if candidate else {}
+        return (decided[name], recommended.because(candidate)) if candidate and name in decided else (otherwise, reason)
+
+    return default
+
+
+zero_stage = _planned("zero_stage", 3, "fits the largest model")
+batch = _planned("batch", 0, "unknown")
+
+
 def engine(context: Context) -> tuple[str, str]:
     if asked := recommended.wanted(context).get("engine"):
         return asked, "named or needed by a flag"
-    candidate = recommended.candidate(context)
-    if candidate is None:
-        return "fsdp", "PyTorch's own sharding; nothing else to install"
-    return ENGINE_NAMES[candidate.layout.engine], recommended.because(candidate)
+    return _planned("engine", "fsdp", "PyTorch's own sharding; nothing else to install")(context)
 
 
 def fsdp_version(context: Context) -> tuple[int, str]:
     why = validation.reason("fsdp_version", 2, context)
     if why and not validation.reason("fsdp_version", 1, context):
         return 1, why
-    candidate = recommended.candidate(context)
-    if candidate is not None and candidate.layout.engine is Engine.FSDP1:
-        return 1, recommended.because(candidate)
-    return 2, "it resumes the optimizer exactly, and PyTorch goes on developing it"
+    version, reason = _planned("fsdp_version", 2, "")(context)
+    return version, reason if version == 1 else "it resumes the optimizer exactly, and PyTorch goes on developing it"
 
 
 def strategy(context: Context) -> tuple[int, str]:
@@ -62,23 +74,11 @@ def strategy(context: Context) -> tuple[int, str]:
     return 1, "FULL_SHARD fits the largest model"
 
 
-def zero_stage(context: Context) -> tuple[int, str]:
-    candidate = recommended.candidate(context)
-    if candidate is not None and candidate.layout.engine is Engine.DEEPSPEED:
-        return candidate.layout.strategy, recommended.because(candidate)
-    return 3, "fits the largest model"
-
-
 def seq_len(context: Context) -> tuple[int | None, str]:
     problem = recommended.problem_of(context)
     if problem is None:
         return None, "memory can't be predicted for it"
     return problem.job.recipe.length, "with the micro-batch it decides the memory"
-
-
-def batch(context: Context) -> tuple[int, str]:
-    candidate = recommended.candidate(context)
-    return (candidate.recipe.rows, recommended.because(candidate)) if candidate else (0, "unknown")
 
 
 def dp_replicate(context: Context) -> tuple[int, str]:
@@ -110,10 +110,7 @@ def cpu_offload(context: Context) -> tuple[bool, str]:
 def activation_checkpointing(context: Context) -> tuple[bool, str]:
     """True if the plan recommends it and Accelerate can do it."""
     if context["engine"] == "fsdp" and context["method"] != "full":
-        return (
-            False,
-            "PEFT would lose the adapter; the launch line gets --gradient_checkpointing true where it is needed",
-        )
+        return False, "PEFT would lose the adapter; the launch line has --gradient_checkpointing where it is needed"
     if why := validation.reason("activation_checkpointing", True, context):
         return False, why
     candidate = recommended.candidate(context) if context.is_fsdp else None

@@ -9,7 +9,6 @@ Pure: no terminal, no files, no torch. `asking.py` asks them. Prompts, choices a
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from accel_fsdp import command_line
@@ -22,44 +21,43 @@ from accel_fsdp.wizard.answers import Answers, Context
 
 @dataclass(frozen=True)
 class Option:
-    """One answer to choose from, with its consequence in a few words; `disabled` says why it can't be chosen here.
+    """One answer to choose from; `disabled` says why it can't be chosen here.
 
     An option that isn't `offered` is accepted only from a file or a flag.
     """
 
     value: Any
-    label: Callable[[], str]
-    disabled: str = ""
-    offered: bool = True
+    disabled: str
+    offered: bool
+
+
+Condition = Callable[[Context], bool]
 
 
 @dataclass(frozen=True)
 class Question:
     """One question. `field` is its name in `Answers`, with dashes the flag of `accel-fsdp config`.
 
-    `default` returns the proposed value and the reason in one line. `metavar` is shown in `--help`; `names` are second
-    spellings of its values, `alias` a second flag. `applies` says whether to ask at all: if it is false the default is
-    used. `helps` says whether it is written even with its default, and `asked` whether the wizard asks it: the others
-    have flags alone. `check` returns the value as stored, or raises `UserError`. `key` is the section and key of the
+    `meanings` are the values to choose from, if it has such, with the consequence of each; those that are `hidden` have
+    flags alone, and `names` are second spellings. `metavar` is shown in `--help`, `alias` is a second flag. `applies`
+    says whether to ask at all: if it is false the default is used. `helps` says whether it is written even with its
+    default, and `asked` whether the wizard asks it: the others have flags alone. `key` is the section and key of the
     YAML for the answer, if a single key takes it.
+
+    The default is the function of the question's name in `defaults`, the check that in `validation`, if any.
     """
 
     field: str
     prompt: str
-    default: Callable[[Context], tuple[Any, str]]
-    options: Callable[[Context], list[Option]] | None = None
-    applies: Callable[[Context], bool] = lambda context: True
-    helps: Callable[[Context], bool] = lambda context: True
-    check: Callable[[Context, Any], Any] = lambda context, value: value
-    metavar: str = "TEXT"
+    meanings: Mapping[Any, str] = dataclasses.field(default_factory=dict)
+    hidden: tuple[str, ...] = ()
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    metavar: str = "N"
     alias: str = ""
     key: tuple[str, str] | None = None
-    asked: Callable[[Context], bool] = lambda context: True
-
-    def is_open(self, context: Context) -> bool:
-        """Whether the wizard asks it after these answers."""
-        return self.applies(context) and self.helps(context) and self.asked(context)
+    applies: Condition = lambda context: True
+    helps: Condition = lambda context: True
+    asked: Condition = lambda context: True
 
     @property
     def flag(self) -> str:
@@ -69,12 +67,43 @@ class Question:
     def title(self) -> str:
         return self.field.replace("_", " ")
 
+    def default(self, context: Context) -> tuple[Any, str]:
+        """The proposed value, and the reason in one line."""
+        proposed: tuple[Any, str] = getattr(defaults, self.field)(context)
+        return proposed
+
+    def is_open(self, context: Context) -> bool:
+        """Whether the wizard asks it after these answers."""
+        return self.applies(context) and self.helps(context) and self.asked(context)
+
+    def options(self, context: Context) -> list[Option]:
+        """The values to choose from: hybrid strategies for several machines, engines that this machine can use."""
+
+        def is_offered(value: Any) -> bool:
+            if self.field == "strategy":
+                return context["num_machines"] > 1 or STRATEGIES[value] not in HYBRID
+            is_idle = value == "single" or (value == "tpu" and context.machine.count > 0)
+            return value not in self.hidden and not (self.field == "engine" and is_idle)
+
+        return [Option(v, validation.reason(self.field, v, context), is_offered(v)) for v in self.meanings]
+
+    def label(self, value: Any, context: Context) -> str:
+        """An option with its consequence; a strategy also with its memory and speed."""
+        word, meaning = ("yes" if value else "no") if isinstance(value, bool) else str(value), self.meanings[value]
+        note = recommended.note(value, context) if self.field == "strategy" else ""
+        return (f"{word}: {meaning}" if meaning else word) + note
+
 
 def settle(question: Question, context: Context, value: Any) -> Context:
-    """Returns the context with `value` checked and stored as the answer to `question`."""
-    if question.options is not None:
+    """Returns the context with `value` checked and stored as the answer to `question`.
+
+    Raises:
+        UserError: the value can't be used.
+    """
+    if question.meanings:
         value = _one_of(question, question.options(context), value)
-    return store(question, context, question.check(context, value))
+    check = getattr(validation, f"check_{question.field}", None)
+    return store(question, context, check(context, value) if check else value)
 
 
 def store(question: Question, context: Context, value: Any) -> Context:
@@ -83,17 +112,13 @@ def store(question: Question, context: Context, value: Any) -> Context:
 
 def _one_of(question: Question, options: list[Option], value: Any) -> Any:
     """The option whose value reads like `value`: flags arrive as text, in any case."""
-    by_text = {str(option.value).lower(): option for option in options}
-    by_text |= {name.lower(): by_text[text] for text, name in question.names.items()}
     text = str(value).lower()
-    chosen = by_text.get(text)
+    text = {name.lower(): number for number, name in question.names.items()}.get(text, text)
+    chosen = next((option for option in options if str(option.value).lower() == text), None)
     if chosen is not None and not chosen.disabled:
         return chosen.value
-    known = [
-        str(option.value).lower() if isinstance(option.value, bool) else str(option.value)
-        for option in options
-        if option.offered and not option.disabled
-    ]
+    usable = [option.value for option in options if option.offered and not option.disabled]
+    known = [str(value).lower() if isinstance(value, bool) else str(value) for value in usable]
     others = "--engine ddp, or another model" if question.field == "fsdp_version" else "another model"
     raise UsageError(
         f"{question.flag} {value} can't be used."
@@ -103,10 +128,6 @@ def _one_of(question: Question, options: list[Option], value: Any) -> Any:
     )
 
 
-METAVARS = {Kind.BOOL: "true|false", Kind.INT: "N", Kind.NAMES: "NAME[,NAME]", Kind.TEXT: "TEXT"}
-
-
-Condition = Callable[[Context], bool]
 IF: Mapping[str, Condition] = {
     "fsdp": lambda context: bool(context["engine"] == "fsdp"),
     "sharded": lambda context: context.is_fsdp,
@@ -114,8 +135,9 @@ IF: Mapping[str, Condition] = {
     "hybrid mesh": lambda context: context.engine is Engine.FSDP2 and context["strategy"] in (4, 5),
     "deepspeed": lambda context: bool(context["engine"] == "deepspeed"),
     "offloads": lambda context: context.is_fsdp or (context.engine is Engine.DEEPSPEED and context["zero_stage"] > 0),
-    "layers": lambda context: context.engine is Engine.TPU or _wraps(context, "TRANSFORMER_BASED_WRAP"),
-    "sizes": lambda context: _wraps(context, "SIZE_BASED_WRAP"),
+    "layers": lambda context: context.engine is Engine.TPU or IF["units"](context),
+    "units": lambda context: context.is_fsdp and bool(context["wrap_policy"] == "TRANSFORMER_BASED_WRAP"),
+    "sizes": lambda context: context.is_fsdp and bool(context["wrap_policy"] == "SIZE_BASED_WRAP"),
     "recomputes": lambda context: context.is_fsdp or context.engine is Engine.TPU,
     "checkpoints": lambda context: context.engine is Engine.FSDP2 and context["activation_checkpointing"],
     "planned": lambda context: recommended.problem_of(context) is not None,
@@ -125,56 +147,22 @@ IF: Mapping[str, Condition] = {
     "never": lambda context: False,
 }
 """The conditions under which questions apply or are asked."""
+METAVARS = {Kind.BOOL: "true|false", Kind.INT: "N", Kind.NAMES: "NAME[,NAME]", Kind.TEXT: "TEXT"}
 
 
-def _wraps(context: Context, policy: str) -> bool:
-    return context.is_fsdp and bool(context["wrap_policy"] == policy)
+def _of_key(name: str, key: str, meanings: Mapping[Any, str] | None = None, **more: Any) -> Question:
+    """The question for a key of the YAML (`section.key`), with the prompt, choices and type of the field table."""
+    place: Any = key.rpartition(".")[::2]
+    field = BY_NAME[place]
+    choices = {int(value) if value.isdecimal() else value: text for value, text in field.meanings.items()}
+    meanings = meanings or ({False: "", True: ""} if field.kind is Kind.BOOL else choices)
+    metavar = METAVARS.get(field.kind) or _words(meanings, more.get("hidden", ()))
+    return Question(name, field.question, meanings, metavar=metavar, key=place, **more)
 
 
-def _question(
-    name: str, prompt: str, meanings: Mapping[Any, str] | None = None, hidden: tuple[str, ...] = (), **more: Any
-) -> Question:
-    """A question with a prompt, or for a key (`section.key`) with the prompt, choices and type of the field table."""
-    place = tuple(prompt.rpartition(".")[::2])
-    field = BY_NAME.get(place) if " " not in prompt else None  # type: ignore[arg-type]
-    if field and meanings is None:
-        choices = {int(value) if value.isdecimal() else value: text for value, text in field.meanings.items()}
-        meanings = {False: "", True: ""} if field.kind is Kind.BOOL else choices
-    words = "|".join(str(value) for value in meanings or () if value not in hidden)
-    shown = ("TYPE" if len(words) > 29 else words) or "N"
-    settings = {
-        "options": partial(_options, name, meanings, hidden) if meanings else None,
-        "metavar": METAVARS.get(field.kind, shown) if field else shown,
-        "check": getattr(validation, f"check_{name}", lambda context, value: value),
-        "key": place if field else None,
-    }
-    return Question(name, field.question if field else prompt, getattr(defaults, name), **{**settings, **more})
-
-
-def _options(name: str, meanings: Mapping[Any, str], hidden: tuple[str, ...], context: Context) -> list[Option]:
-    return [
-        Option(
-            value,
-            partial(_label, name, value, meaning, context),
-            validation.reason(name, value, context),
-            value not in hidden and _is_offered(name, value, context),
-        )
-        for value, meaning in meanings.items()
-    ]
-
-
-def _label(name: str, value: Any, meaning: str, context: Context) -> str:
-    word = ("yes" if value else "no") if isinstance(value, bool) else str(value)
-    return (f"{word}: {meaning}" if meaning else word) + (
-        recommended.note(value, context) if name == "strategy" else ""
-    )
-
-
-def _is_offered(name: str, value: Any, context: Context) -> bool:
-    """Whether the wizard shows an option: hybrid strategies for several machines, and what this machine can use."""
-    if name == "strategy":
-        return context["num_machines"] > 1 or STRATEGIES[value] not in HYBRID
-    return name != "engine" or (value != "single" and (value != "tpu" or context.machine.count == 0))
+def _words(meanings: Mapping[Any, str], hidden: tuple[str, ...] = ()) -> str:
+    words = "|".join(str(value) for value in meanings if value not in hidden)
+    return "TYPE" if len(words) > 29 else words
 
 
 METHODS = {
@@ -202,43 +190,36 @@ NAMES = {str(number): name for number, name in STRATEGIES.items()}
 
 FSDP = "fsdp_config.fsdp"
 QUESTIONS: tuple[Question, ...] = (
-    _question("model", "Which model? (hub id or local folder)", metavar="ID_OR_FOLDER"),
-    _question("method", "What do you train?", METHODS),
-    _question(
+    Question("model", "Which model? (hub id or local folder)", metavar="ID_OR_FOLDER"),
+    Question("method", "What do you train?", METHODS, metavar=_words(METHODS)),
+    Question(
         "gpus", "Which machine will train? (such as 8xH100-80GB, 2x8xA100-40GB, cpu)", metavar="NxNAME[-MEMORYGB]"
     ),
-    _question("num_machines", "num_machines", asked=IF["one machine"], alias="--nodes"),
-    _question(
-        "seq_len",
-        "How many tokens per sequence?",
-        helps=IF["planned"],
-        check=recommended.check_length,
-        metavar="TOKENS",
-    ),
-    _question("engine", "Which engine?", ENGINES),
-    _question("fsdp_version", f"{FSDP}_version", applies=IF["fsdp"], asked=IF["never"]),
-    _question("strategy", f"{FSDP}_sharding_strategy", STRATEGY_MEANINGS, names=NAMES, applies=IF["fsdp"]),
-    _question("zero_stage", "deepspeed_config.zero_stage", applies=IF["deepspeed"]),
-    _question("mixed_precision", "mixed_precision", hidden=("fp8",)),
-    _question("num_processes", "num_processes", asked=IF["never"]),
-    _question("dp_replicate", "How many replicas of the model?", applies=IF["hybrid mesh"], helps=IF["never"]),
-    _question("tp", "How many ranks divide each layer (tensor parallelism)?", applies=IF["fsdp2"], helps=IF["never"]),
-    _question("ep", "How many ranks divide the experts (expert parallelism)?", applies=IF["fsdp2"], helps=IF["never"]),
-    _question("wrap_policy", f"{FSDP}_auto_wrap_policy", applies=IF["sharded"], asked=IF["never"]),
-    _question("layer_class", f"{FSDP}_transformer_layer_cls_to_wrap", applies=IF["layers"], asked=IF["no layer"]),
-    _question("min_num_params", f"{FSDP}_min_num_params", applies=IF["sizes"], asked=IF["never"]),
-    _question("cpu_offload", f"{FSDP}_offload_params", applies=IF["offloads"]),
-    _question("activation_checkpointing", f"{FSDP}_activation_checkpointing", applies=IF["recomputes"]),
-    _question(
+    _of_key("num_machines", "num_machines", asked=IF["one machine"], alias="--nodes"),
+    Question("seq_len", "How many tokens per sequence?", helps=IF["planned"], metavar="TOKENS"),
+    Question("engine", "Which engine?", ENGINES, metavar=_words(ENGINES)),
+    _of_key("fsdp_version", f"{FSDP}_version", applies=IF["fsdp"], asked=IF["never"]),
+    _of_key("strategy", f"{FSDP}_sharding_strategy", STRATEGY_MEANINGS, names=NAMES, applies=IF["fsdp"]),
+    _of_key("zero_stage", "deepspeed_config.zero_stage", applies=IF["deepspeed"]),
+    _of_key("mixed_precision", "mixed_precision", hidden=("fp8",)),
+    _of_key("num_processes", "num_processes", asked=IF["never"]),
+    Question("dp_replicate", "How many replicas of the model?", applies=IF["hybrid mesh"], helps=IF["never"]),
+    Question("tp", "How many ranks divide each layer (tensor parallelism)?", applies=IF["fsdp2"], helps=IF["never"]),
+    Question("ep", "How many ranks divide the experts (expert parallelism)?", applies=IF["fsdp2"], helps=IF["never"]),
+    _of_key("wrap_policy", f"{FSDP}_auto_wrap_policy", applies=IF["sharded"], asked=IF["never"]),
+    _of_key("layer_class", f"{FSDP}_transformer_layer_cls_to_wrap", applies=IF["layers"], asked=IF["no layer"]),
+    _of_key("min_num_params", f"{FSDP}_min_num_params", applies=IF["sizes"], asked=IF["never"]),
+    _of_key("cpu_offload", f"{FSDP}_offload_params", applies=IF["offloads"]),
+    _of_key("activation_checkpointing", f"{FSDP}_activation_checkpointing", applies=IF["recomputes"]),
+    _of_key(
         "activation_offload", f"{FSDP}_activation_checkpointing_offload", applies=IF["checkpoints"], helps=IF["never"]
     ),
-    _question("batch", "How many sequences does a GPU train on at a time (micro-batch)?", helps=IF["planned"]),
-    _question("state_dict_type", f"{FSDP}_state_dict_type", hidden=("LOCAL_STATE_DICT",), applies=IF["sharded"]),
-    _question("ram_efficient_loading", f"{FSDP}_cpu_ram_efficient_loading", applies=IF["sharded"], asked=IF["never"]),
-    _question("main_process_ip", "main_process_ip", applies=IF["several machines"]),
-    _question("main_process_port", "main_process_port", applies=IF["several machines"], asked=IF["never"]),
+    Question("batch", "How many sequences does a GPU train on at a time (micro-batch)?", helps=IF["planned"]),
+    _of_key("state_dict_type", f"{FSDP}_state_dict_type", hidden=("LOCAL_STATE_DICT",), applies=IF["sharded"]),
+    _of_key("ram_efficient_loading", f"{FSDP}_cpu_ram_efficient_loading", applies=IF["sharded"], asked=IF["never"]),
+    _of_key("main_process_ip", "main_process_ip", applies=IF["several machines"]),
+    _of_key("main_process_port", "main_process_port", applies=IF["several machines"], asked=IF["never"]),
 )
-"""The default of a question is the function of its name in `defaults`, its check is that in `validation`, if any."""
 
 
 def to_answers(context: Context) -> Answers:
@@ -251,7 +232,7 @@ def useless(question: Question, context: Context) -> UsageError:
     """The error for the flag of a question that doesn't apply; it names an answer before it with which it would."""
     flag, fix = question.flag, f"leave out {question.flag}"
     for earlier in (earlier for earlier in QUESTIONS if earlier.field in context.given):
-        for option in earlier.options(context) if earlier.options else ():
+        for option in earlier.options(context):
             if not option.disabled and question.applies(store(earlier, context, option.value)):
                 what = f"{flag} has no effect with {earlier.flag} {context[earlier.field]}"
                 return UsageError(what, why=NO_EFFECT, fix=f"{fix}, or {earlier.flag} {option.value}")

@@ -15,7 +15,6 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import gpus, machines
 from accel_fsdp.job import Job, Layout, Recipe, from_arguments, recompute_by
 from accel_fsdp.units import gib_or_mib
-from accel_fsdp.wizard import validation
 from accel_fsdp.wizard.answers import MESH, Context
 
 if TYPE_CHECKING:
@@ -163,18 +162,18 @@ def wanted(context: Context) -> dict[str, str]:
     return asked | ({"engine": engine} if engine else {})
 
 
-def decisions(job: Job) -> dict[str, str]:
-    """The flags of the wizard that say how a job is trained."""
+def decisions(job: Job) -> dict[str, Any]:
+    """The answers to the wizard that say how a job is trained."""
     layout = job.layout
-    flags = {"engine": ENGINE_NAMES[layout.engine], "batch": str(job.recipe.rows)}
+    answers: dict[str, Any] = {"engine": ENGINE_NAMES[layout.engine], "batch": job.recipe.rows}
     if layout.is_fsdp:
-        flags |= {"fsdp_version": layout.engine.removeprefix("fsdp"), "strategy": str(layout.strategy)}
-        flags[RECOMPUTES] = str(job.settled.recompute == "engine").lower()
+        answers |= {"fsdp_version": int(layout.engine.removeprefix("fsdp")), "strategy": layout.strategy}
+        answers[RECOMPUTES] = job.settled.recompute == "engine"
     if layout.engine is Engine.DEEPSPEED:
-        flags["zero_stage"] = str(layout.strategy)
+        answers["zero_stage"] = layout.strategy
     if layout.is_fsdp or layout.engine is Engine.DEEPSPEED:
-        flags["cpu_offload"] = str(layout.offload).lower()
-    return flags
+        answers["cpu_offload"] = layout.offload
+    return answers
 
 
 def _agreement(asked: Mapping[str, str]) -> Callable[[Job], bool]:
@@ -188,7 +187,7 @@ def _agreement(asked: Mapping[str, str]) -> Callable[[Job], bool]:
             del decided["engine"]
         if recompute_by(job.engine, job.method) != "engine":
             decided.pop(RECOMPUTES, None)
-        return all(decided.get(name, text) == text for name, text in asked.items())
+        return all(str(decided.get(name, text)).lower() == text for name, text in asked.items())
 
     return agrees
 
@@ -217,14 +216,3 @@ def note(strategy: int, context: Context) -> str:
 def because(candidate: "Candidate") -> str:
     """The reason for a recommended answer."""
     return "the plan recommends it" if candidate.fits else "nothing fits; this needs least"
-
-
-def check_length(context: Context, value: Any) -> int | None:
-    """Refuses rows without tokens, and rows longer than the model's positions, as far as these are known."""
-    from accel_fsdp.prediction import length_of, trace_store
-
-    if value is None:
-        return None
-    length, problem = validation.check_tokens(context, value), problem_of(context)
-    recorded = (problem.shape,) if problem else trace_store.find(context["model"])
-    return length_of(recorded[0], length) if recorded else length

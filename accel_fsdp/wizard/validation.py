@@ -9,6 +9,7 @@ from accel_fsdp.errors import UNPRINTABLE, UsageError, UserError
 from accel_fsdp.hardware import gpus, machines
 from accel_fsdp.job import Clash, Job, Layout, Recipe, clashes, combinations
 from accel_fsdp.models import catalogue, check_layer_classes
+from accel_fsdp.wizard import recommended
 from accel_fsdp.wizard.answers import Context, engine_of
 
 LONGEST_PATH, LONGEST_SHOWN = 1024, 80
@@ -148,8 +149,19 @@ def _whole(flag: str, fix: int, most: int, why: str) -> Callable[[Context, Any],
 
 UNITS = "FSDP makes a unit of each module with more parameters than that; 0 wraps nothing"
 check_min_num_params = _whole("--min-num-params", 100_000_000, 10**15, UNITS)
-check_tokens = _whole("--seq-len", Recipe.length, 10**9, "a row has tokens to train on")
 check_main_process_port = _whole("--main-process-port", DEFAULT_PORT, 65535, "it must be a free TCP port")
+
+
+def check_seq_len(context: Context, value: Any) -> int | None:
+    """Refuses rows without tokens, and rows longer than the model's positions, as far as these are known."""
+    from accel_fsdp.prediction import length_of, trace_store
+
+    if value is None:
+        return None
+    length = _number("--seq-len", value, "a row has tokens to train on", fix=Recipe.length, most=10**9)
+    problem = recommended.problem_of(context)
+    recorded = (problem.shape,) if problem else trace_store.find(context["model"])
+    return length_of(recorded[0], length) if recorded else length
 
 
 def check_batch(context: Context, value: Any) -> int:
