@@ -31,7 +31,7 @@ GREETING = (
 )
 
 
-def interview(flags: Mapping[str, str], given: Mapping[str, str]) -> Interview:
+def interview(flags: Mapping[str, str], given: Mapping[str, Any]) -> Interview:
     """Settles every question: by a flag, a preset or a file, else by asking; Ctrl-C raises KeyboardInterrupt."""
     session = Interview(flags, {**given, **flags})
     session.fixed = frozenset(session.given)

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from accel_fsdp import atomic_files, console
 from accel_fsdp.config import JobConfig, header, read_config, yaml_file
@@ -12,7 +13,7 @@ from accel_fsdp.errors import UsageError, did_you_mean
 from accel_fsdp.wizard import asking, interview, to_yaml
 from accel_fsdp.wizard.answers import Answers
 from accel_fsdp.wizard.flags import WizardOptions
-from accel_fsdp.wizard.from_yaml import to_answers, to_flags
+from accel_fsdp.wizard.from_yaml import answers_in, to_answers
 from accel_fsdp.wizard.migration import for_engine, show_changes
 from accel_fsdp.wizard.presets import PRESETS
 from accel_fsdp.wizard.questions import applying, is_shown
@@ -27,7 +28,7 @@ class Original:
 
     path: Path
     job: JobConfig
-    written: Mapping[str, str]
+    written: Mapping[str, Any]
 
 
 def configure(options: WizardOptions, flags: Mapping[str, str]) -> int:
@@ -72,12 +73,12 @@ def _preset(name: str | None) -> Mapping[str, str]:
     return PRESETS[name] if name else {}
 
 
-def _read(path: Path, flags: Mapping[str, str]) -> tuple[Original, Mapping[str, str]]:
+def _read(path: Path, flags: Mapping[str, str]) -> tuple[Original, Mapping[str, Any]]:
     """The file with its answers, and those for the engine that the flags name."""
     if str(path) == yaml_file.STDIN:
         raise UsageError("--from - can't be re-edited", why="it is read several times", fix="--from FILE")
     job, document = read_config(path)
-    written = to_flags(job)
+    written = answers_in(job)
     return Original(path, job, written), for_engine(flags, written, job, document)
 
 

@@ -29,8 +29,8 @@ UNKNOWN = (None, -1)
 """Values that leave a key to the model, to the machine or to the command line; -1 processes are one for each GPU."""
 
 
-def to_flags(job: JobConfig) -> dict[str, str]:
-    """The flags that would produce this YAML, as far as the wizard has questions.
+def answers_in(job: JobConfig) -> dict[str, Any]:
+    """The answers that would produce this YAML, as far as the wizard has questions; unreadable ones as written.
 
     A missing key means Accelerate's default, not the wizard's. Model, method, machine and length are not in a YAML but
     read from the command in our own header, if there is one.
@@ -43,43 +43,37 @@ def to_flags(job: JobConfig) -> dict[str, str]:
             why="the wizard knows FSDP, DDP, DeepSpeed and TPU",
             fix="make a new file: accel-fsdp config -o FILE",
         )
-    flags = {**_header_flags(job.source, ENGINE_NAMES[engine]), "engine": ENGINE_NAMES[engine]}
-    for place, name in KEYS.items():
+    words, name = made_with(job.source), ENGINE_NAMES[engine]
+    answers: dict[str, Any] = {q.field: words[q.flag] for q in QUESTIONS if q.key is None and q.flag in words}
+    if words.get("--engine") != name and engine is not Engine.DDP:  # the engine was changed since; DDP takes any method
+        answers.pop("method", None)
+    answers["engine"] = name
+    for place, field in KEYS.items():
         value = effective(job, *place) if engine in BY_NAME[place].engines else None
         if value not in UNKNOWN:
-            flags[name] = class_names(value) if BY_NAME[place].kind is Kind.NAMES else str(value)
+            answers[field] = class_names(value) if BY_NAME[place].kind is Kind.NAMES else value
     if job.is_fsdp:
-        flags["fsdp_version"] = "1" if engine is Engine.FSDP1 else "2"
-    if engine is Engine.FSDP2:
-        flags |= _mesh(job)
+        answers["fsdp_version"] = 1 if engine is Engine.FSDP1 else 2
+    if engine is Engine.FSDP2:  # hybrid sharding and tensor parallelism are in the mesh, experts in the launch line
+        copies, shards = (job.mesh[axis] for axis in DATA_AXES)
+        hybrid = job.section(MESH) and (copies != 1 or shards == job.number("num_processes"))
+        answers["strategy"] = (1 if job.on("fsdp_reshard_after_forward") else 2) + (3 if hybrid else 0)
+        answers["tp"] = job.mesh["tp"] if job.section(MESH) else 1
+        answers["ep"] = parse_command_line(script_arguments(job.source)).get(EXPERT_FIELD, 1)
+        answers |= {"dp_replicate": copies} if hybrid else {}
     if engine is Engine.DDP:  # as DDP saves and loads
-        flags |= {"state_dict_type": "FULL_STATE_DICT", "ram_efficient_loading": "False"}
-    if engine is Engine.DEEPSPEED:
-        flags |= _deepspeed(job)
+        answers |= {"state_dict_type": "FULL_STATE_DICT", "ram_efficient_loading": False}
+    if engine is Engine.DEEPSPEED:  # a stage in DeepSpeed's own file counts as 3, as Accelerate takes it
+        section, stage = job.section("deepspeed_config"), str(effective(job, "deepspeed_config", "zero_stage"))
+        is_stage_3 = stage not in ("0", "1", "2")
+        devices = [("offload_optimizer_device", stage != "0"), ("offload_param_device", is_stage_3)]
+        places = {str(section.get(key)).lower() for key, is_read in devices if is_read}
+        answers["cpu_offload"] = not places.isdisjoint(("cpu", "nvme"))
+        builds = str(section.get("zero3_init_flag", True)).lower() in TRUE_WORDS
+        answers["ram_efficient_loading"] = is_stage_3 and builds
     if engine is Engine.TPU:
-        flags["activation_checkpointing"] = str(job.on("fsdp_xla_fsdp_grad_ckpt"))
-    return flags
-
-
-def _deepspeed(job: JobConfig) -> dict[str, str]:
-    """Offload and loading; a stage in DeepSpeed's own file counts as 3, as Accelerate takes it."""
-    section, stage = job.section("deepspeed_config"), str(effective(job, "deepspeed_config", "zero_stage"))
-    is_stage_3 = stage not in ("0", "1", "2")
-    devices = [("offload_optimizer_device", stage != "0"), ("offload_param_device", is_stage_3)]
-    offloads = any(str(section.get(key)).lower() in ("cpu", "nvme") for key, is_read in devices if is_read)
-    builds = is_stage_3 and str(section.get("zero3_init_flag", True)).lower() in TRUE_WORDS
-    return {"cpu_offload": str(offloads), "ram_efficient_loading": str(builds)}
-
-
-def _mesh(job: JobConfig) -> dict[str, str]:
-    """The strategy of FSDP2, and the sizes of its mesh beside the shards; experts are in the launch line."""
-    copies, shards = (job.mesh[axis] for axis in DATA_AXES)
-    hybrid = job.section(MESH) and (copies != 1 or shards == job.number("num_processes"))
-    strategy = (1 if job.on("fsdp_reshard_after_forward") else 2) + (3 if hybrid else 0)
-    experts = parse_command_line(script_arguments(job.source)).get(EXPERT_FIELD, 1)
-    sizes = {"tp": job.mesh["tp"] if job.section(MESH) else 1, "ep": experts}
-    flags = {name: str(size) for name, size in sizes.items() if str(size) != "1"}
-    return flags | {"strategy": str(strategy)} | ({"dp_replicate": str(copies)} if hybrid else {})
+        answers["activation_checkpointing"] = job.on("fsdp_xla_fsdp_grad_ckpt")
+    return answers
 
 
 def effective(job: JobConfig, section: str, key: str) -> Any:
@@ -118,26 +112,17 @@ def class_names(value: Any) -> str:
     return ",".join(str(part).strip().rpartition(".")[2] for part in parts if str(part).strip())
 
 
-def _header_flags(text: str, engine: str) -> dict[str, str]:
-    """Model, method, machine and length from the header; no method if the engine was changed since."""
-    words = made_with(text)
-    fields = {question.flag: question.field for question in QUESTIONS if question.key is None}
-    if words.get("--engine") != engine and engine != "ddp":  # plain DDP takes every method, and is FSDP2's NO_SHARD
-        fields.pop("--method")
-    return {field: words[flag] for flag, field in fields.items() if flag in words}
-
-
-def to_answers(flags: Mapping[str, str]) -> Answers:
-    """The answers of flags that no question has checked, with the defaults of `Answers` for the open ones."""
+def to_answers(given: Mapping[str, Any]) -> Answers:
+    """Answers that no question has checked, with the defaults of `Answers` for open and unreadable ones."""
     values: dict[str, Any] = {**vars(Answers())}
-    for name, text in flags.items():
+    for name, value in given.items():
         kind = type(values[name])
-        if kind is bool:
-            values[name] = text.lower() == "true"
+        if kind is int:
+            values[name] = int(value) if str(value).isdecimal() else values[name]
         elif kind is tuple:
-            values[name] = tuple(filter(None, text.split(",")))
-        elif kind is not int:
-            values[name] = text
-        elif text.isdecimal():
-            values[name] = int(text)
+            values[name] = tuple(filter(None, value.split(",")))
+        elif kind is str:
+            values[name] = str(value)
+        elif kind in (type(value), type(None)):
+            values[name] = value
     return Answers(**values)

@@ -120,7 +120,7 @@ def judged(question: Question, context: Context) -> Context:
     return context
 
 
-def interview(flags: Mapping[str, str], given: Mapping[str, str], defaults: bool) -> Interview:
+def interview(flags: Mapping[str, str], given: Mapping[str, Any], defaults: bool) -> Interview:
     """Settles every question: by a flag, a preset or a file, else by its default."""
     session = Interview(flags, {**given, **flags})
     if not defaults and (unanswered := session.unanswered()):

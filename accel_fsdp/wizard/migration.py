@@ -21,12 +21,12 @@ from accel_fsdp.config import (
     yaml_file,
 )
 from accel_fsdp.errors import UsageError
+from accel_fsdp.wizard.answers import MESH as SIZES
 from accel_fsdp.wizard.flags import MigrateCommand
-from accel_fsdp.wizard.from_yaml import to_answers, to_flags
+from accel_fsdp.wizard.from_yaml import answers_in, to_answers
 from accel_fsdp.wizard.rewriting import OWN_FILE, Change, is_alone, mesh_problem, refusal, rewrite
 
-STYLES = {"renamed": "cyan", "lost": "yellow", "changed": "yellow"}
-UNKNOWN_STAGE = "9"
+UNKNOWN_STAGE = 9
 """Stands for the stage in DeepSpeed's own file."""
 
 
@@ -90,9 +90,8 @@ def show_changes(changes: Iterable[Change], to_stderr: bool = True) -> None:
         before = f"{key}: {change.old}" if change.old else key
         after = f"{change.new_key}: {change.new}" if change.new_key else change.new
         arrow = f"{before} → {after}" if after and after != change.old else before
-        why = f"{change.why}: {change.fix}" if change.fix else change.why
-        rows.append((change.kind + "!" * change.breaks, arrow, why))
-        styles.append("red" if change.breaks else STYLES[change.kind])
+        rows.append((change.kind + "!" * change.breaks, arrow, ": ".join(filter(None, (change.why, change.fix)))))
+        styles.append("red" if change.breaks else "cyan" if change.kind == "renamed" else "yellow")
     if rows:
         console.show_table(("", "key", "why"), rows, styles, to_stderr=to_stderr)
 
@@ -101,56 +100,55 @@ def migrated(path: Path, target: MigrationTarget, layer_class: str = "") -> Migr
     """The migration of a file. Nothing is written."""
     job, document = yaml_file.read_config(path)
     _check(job, document)
-    before, flags = document.source, to_flags(job)
+    before, written = document.source, answers_in(job)
     has_own_file = OWN_FILE in job.section("deepspeed_config")
-    old = to_answers(flags | ({"zero_stage": UNKNOWN_STAGE} if has_own_file else {}))
+    old = to_answers(written | ({"zero_stage": UNKNOWN_STAGE} if has_own_file else {}))
     is_zero = job.engine is Engine.DEEPSPEED and not has_own_file
     source = deepspeed_name(old.zero_stage) if is_zero else job.engine.label
     if source == TARGETS[target]:
         return Migration(source, source, before, before)
     named = {"layer_class": layer_class} if layer_class else {}
-    changes = rewrite(document, job, old, to_answers(_retargeted(flags, job, target) | named))
+    changes = rewrite(document, job, old, to_answers(_retargeted(written, job, target) | named))
     title = f"Migrated from {source} to {TARGETS[target]}. The command below made the original file."
     text = header.retitle(yaml_file.dump(document), title)
     return Migration(source, TARGETS[target], before, text.replace(f" {EXPERT_FLAG} {old.ep}", ""), tuple(changes))
 
 
 def for_engine(
-    flags: Mapping[str, str], written: Mapping[str, str], job: JobConfig, document: Any
-) -> Mapping[str, str]:
+    flags: Mapping[str, str], written: Mapping[str, Any], job: JobConfig, document: Any
+) -> Mapping[str, Any]:
     """The answers of a file, for the engine that flags of `accel-fsdp config` name."""
-    answers = {**written, **flags}
-    engine, version = answers["engine"].lower(), answers.get("fsdp_version", "2")
-    if engine == written["engine"] and version == written.get("fsdp_version", "2"):
+    engine = flags.get("engine", written["engine"]).lower()
+    version = flags.get("fsdp_version", written.get("fsdp_version", 2))
+    if (engine, str(version)) == (written["engine"], str(written.get("fsdp_version", 2))):
         return written
     _check_sections(job, document)
-    names = {str(number): name for number, name in STRATEGIES.items()}
-    stage = answers.get("zero_stage") or ZERO_STAGES.get(names.get(written.get("strategy", "1"), "")) or 3
+    twin = ZERO_STAGES.get(STRATEGIES.get(written.get("strategy", 1), ""))
+    stage = flags.get("zero_stage") or written.get("zero_stage") or twin or 3
     named = {"deepspeed": f"zero{stage}", "fsdp": f"fsdp{version}"}.get(engine)
     target = next((target for target in TARGETS if target == named), None)
     return _retargeted(written, job, target) if target else written
 
 
-def _retargeted(flags: Mapping[str, str], job: JobConfig, target: MigrationTarget) -> dict[str, str]:
+def _retargeted(written: Mapping[str, Any], job: JobConfig, target: MigrationTarget) -> dict[str, Any]:
     """The answers of a file with another engine that shards the same, as far as it can."""
-    strategy = flags.get("strategy", "1")
+    strategy = written.get("strategy", 1)
     if job.engine is Engine.DEEPSPEED:
-        strategy = {"0": "3", "1": "2", "2": "2"}.get(flags.get("zero_stage", "3"), "1")
+        strategy = {"0": 3, "1": 2, "2": 2}.get(str(written.get("zero_stage")), 1)
     elif job.engine is Engine.DDP:
-        strategy = "3" if target == "fsdp1" else "1"
-    if strategy in ("4", "5") and (is_alone(job) or mesh_problem(job, target)) and target != "fsdp2":
-        strategy = str(int(strategy) - 3)
-    changed = {name: flag for name, flag in flags.items() if name not in ("tp", "ep", "dp_replicate")}
-    changed["strategy"] = strategy
+        strategy = 3 if target == "fsdp1" else 1
+    if strategy in (4, 5) and (is_alone(job) or mesh_problem(job, target)) and target != "fsdp2":
+        strategy -= 3
+    changed = {name: answer for name, answer in written.items() if name not in SIZES} | {"strategy": strategy}
     if target.startswith("zero"):
-        ram = flags.get("ram_efficient_loading", "True") if job.engine is not Engine.DEEPSPEED else "True"
-        return changed | {"engine": "deepspeed", "zero_stage": target[-1], "ram_efficient_loading": ram}
-    if strategy == "3" and target == "fsdp2":
+        ram = written.get("ram_efficient_loading", True) or job.engine is Engine.DEEPSPEED
+        return changed | {"engine": "deepspeed", "zero_stage": int(target[-1]), "ram_efficient_loading": ram}
+    if strategy == 3 and target == "fsdp2":
         return changed | {"engine": "ddp"}
-    changed |= {"engine": "fsdp", "fsdp_version": target[-1]}
-    if job.engine is Engine.DEEPSPEED or (flags.get("state_dict_type") == "LOCAL_STATE_DICT" and target == "fsdp2"):
+    changed |= {"engine": "fsdp", "fsdp_version": int(target[-1])}
+    if job.engine is Engine.DEEPSPEED or (written.get("state_dict_type") == "LOCAL_STATE_DICT" and target == "fsdp2"):
         changed["state_dict_type"] = "SHARDED_STATE_DICT"
-    policy, checkpoints = flags.get("wrap_policy", ""), flags.get("activation_checkpointing") == "True"
+    policy, checkpoints = written.get("wrap_policy"), written.get("activation_checkpointing") is True
     if (policy == "SIZE_BASED_WRAP" and target == "fsdp2") or (policy == "NO_WRAP" and checkpoints):
         changed["wrap_policy"] = "TRANSFORMER_BASED_WRAP"
     return changed

@@ -112,72 +112,76 @@ class Rewriting:
             self._change_engine()
         self._set_answers()
 
-    def _lose(self, section: str, key: str, value: Any, why: str, breaks: bool = True, fix: str = "") -> None:
+    def _lose(self, path: str, value: Any, why: str, breaks: bool = True, fix: str = "") -> None:
         fix = fix.format(value) if breaks else ""
-        self.changes.append(Change(_path(section, key), "lost", show(value), why=why, breaks=breaks, fix=fix))
+        self.changes.append(Change(path, "lost", show(value), why=why, breaks=breaks, fix=fix))
 
     def _remove_unread(self) -> None:
         """Removes the keys that the same engine doesn't read any more."""
         for section, key in self.before:
             if (section, key) not in self.after and key in self.job.section(section):
                 self.removals.append(Edit(section, self.job.written_name(section, key)))
-                self._lose(section, key, self.job.section(section)[key], "has no effect now", breaks=False)
+                self._lose(_path(section, key), self.job.section(section)[key], "has no effect now", breaks=False)
         if self.old.zero_stage != self.new.zero_stage and OWN_FILE in self.job.section(self.section):
             self.removals.append(Edit(self.section, OWN_FILE))
-            self._lose("", OWN_FILE, None, "the stage is in that file, which is not read")
+            self._lose(OWN_FILE, None, "the stage is in that file, which is not read")
 
     def _name_losses(self) -> None:
         """What another engine loses though its key has an equivalent."""
-        engine, other, old, new = self.engine, self.other, self.old, self.new
-        ranks, machines = self.job.number("num_processes"), self.job.number("num_machines") or 1
-        problem = mesh_problem(self.job, "fsdp" if other is Engine.FSDP1 else "zero")
-        if MESH in self.job.values and not any(section == MESH for section, _ in self.after):
+        job, old, new = self.job, self.old, self.new
+        ranks, machines = job.number("num_processes"), job.number("num_machines") or 1
+        problem = mesh_problem(job, "fsdp" if self.other is Engine.FSDP1 else "zero")
+        if MESH in job.values and not any(section == MESH for section, _ in self.after):
             self.removals.append(Edit("", MESH))
-            self._lose("", MESH, self.job.values[MESH], problem or f"{other.label} reads none", bool(problem))
-        if engine is Engine.FSDP1 and (not ranks or ranks % machines or ranks == machines):
+            self._lose(MESH, job.values[MESH], problem or f"{self.other.label} reads none", bool(problem))
+        if self.engine is Engine.FSDP1 and (not ranks or ranks % machines or ranks == machines):
             self.after = {place: value for place, value in self.after.items() if place[0] != MESH}
-            if other is Engine.FSDP2 and STRATEGIES[new.strategy] in HYBRID:
-                self._lose("", MESH, None, "hybrid needs num_processes: 2 or more on each machine")
-        is_hybrid = old.dp_replicate > 1 if engine is Engine.FSDP2 else STRATEGIES.get(old.strategy) in HYBRID
-        if is_hybrid and not is_alone(self.job) and other is Engine.DEEPSPEED and not problem:
-            self._lose("", "hybrid sharding", None, "hybrid is ZeRO++ or MiCS, in DeepSpeed's own JSON")
-        if engine is Engine.DEEPSPEED and old.zero_stage == 1:
-            self._lose("", "ZeRO-1", None, "ZeRO-1 has no FSDP twin: SHARD_GRAD_OP is nearest")
-        if self.job.is_fsdp and self.place == self.section and old.wrap_policy == "NO_WRAP" != new.wrap_policy:
-            self._lose("", "fsdp_auto_wrap_policy", "NO_WRAP", "activation checkpointing needs a wrap policy")
+            if self.other is Engine.FSDP2 and STRATEGIES[new.strategy] in HYBRID:
+                self._lose(MESH, None, "hybrid needs num_processes: 2 or more on each machine")
+        is_hybrid = old.dp_replicate > 1 if self.engine is Engine.FSDP2 else STRATEGIES.get(old.strategy) in HYBRID
+        if is_hybrid and not is_alone(job) and self.other is Engine.DEEPSPEED and not problem:
+            self._lose("hybrid sharding", None, "hybrid is ZeRO++ or MiCS, in DeepSpeed's own JSON")
+        if self.engine is Engine.DEEPSPEED and old.zero_stage == 1:
+            self._lose("ZeRO-1", None, "ZeRO-1 has no FSDP twin: SHARD_GRAD_OP is nearest")
+        if job.is_fsdp and self.place == self.section and old.wrap_policy == "NO_WRAP" != new.wrap_policy:
+            self._lose("fsdp_auto_wrap_policy", "NO_WRAP", "activation checkpointing needs a wrap policy")
         if old.ep > new.ep == 1:
-            self._lose("", EXPERT_FLAG, old.ep, "FSDP2 alone has expert parallelism")
+            self._lose(EXPERT_FLAG, old.ep, "FSDP2 alone has expert parallelism")
 
     def _change_engine(self) -> None:
         """Renames the section and its keys, and removes what the other engine doesn't read."""
         if ("fsdp_config", STRATEGY) in self.after:
             self.after["fsdp_config", STRATEGY] = STRATEGIES[self.new.strategy]
         values = {key: value for key, value in self.job.values.items() if key != self.section}
-        if self.place != self.section:
-            if self.place in values:  # it must not become active
-                why = f"had no effect: {self.engine.label} does not read it"
-                self.removals.append(Edit("", self.place))
-                self._lose("", self.place, values[self.place], why, breaks=False)
-            if self.section in self.job.values:
-                self.removals.append(Edit("", self.section, new_key=self.place))
+        if self.place != self.section and self.place in values:  # it must not become active
+            why = f"had no effect: {self.engine.label} does not read it"
+            self.removals.append(Edit("", self.place))
+            self._lose(self.place, values[self.place], why, breaks=False)
+        if self.place != self.section and self.section in self.job.values:
+            self.removals.append(Edit("", self.section, new_key=self.place))
         kept, renamed = dict[str, Any](), dict[Place, Any]()
         content: Mapping[str, Any] = (self.job.values.get(self.section) if self.section else None) or {}
         for raw, value in content.items():
             key = full_name(self.section, raw)
+            path, new_key = _path(self.section, key), self._named(key)
             if lost := self._why_lost(raw, key, value):
                 self.removals += [Edit(self.place, raw)] if self.place else []
-                known = key if (self.section, key) in BY_NAME or key in RETIRED else raw
-                self._lose(self.section, known, value, *lost)
-            elif (new_key := self._named(key)) != key:
+                is_known = (self.section, key) in BY_NAME or key in RETIRED
+                self._lose(path if is_known else _path(self.section, raw), value, *lost)
+            elif new_key != key:
                 renamed[self.place, new_key] = new = self.after[self.place, new_key]
                 self.edits.append(Edit(self.place, raw, new, new_key))
-                is_lost = key == "offload_optimizer_device" and _breaks(key, value, self.job)
-                why, path = NO_EQUIVALENT[key][0] if is_lost else "", _path(self.section, key)
-                self.changes.append(Change(path, "renamed", show(value), show(new), new_key, why, breaks=is_lost))
+                breaks = key == "offload_optimizer_device" and _breaks(key, value, self.job)
+                why = NO_EQUIVALENT[key][0] if breaks else ""
+                self.changes.append(Change(path, "renamed", show(value), show(new), new_key, why, breaks))
             else:
                 kept[raw] = value
         self.job = replace(self.job, values={**values, self.place: kept} if self.place else values)
-        self.before |= {place: self._read(*place) for place in self.after if place[0]} | renamed
+        for section, key in (place for place in self.after if place[0] and place not in renamed):
+            default = None if section == MESH else BY_NAME[section, key].default  # a mesh is always written out
+            is_kept = key in self.job.section(section)
+            self.before[section, key] = effective(self.job, section, key) if is_kept else default
+        self.before |= renamed
 
     def _why_lost(self, raw: str, key: str, value: Any) -> tuple[str, bool, str] | None:
         """Why a key goes, whether its meaning is lost, and what replaces it; None if it stays."""
@@ -185,9 +189,10 @@ class Rewriting:
             return "written twice, the later one is used", False, ""
         if idle := _without_effect(self.engine, self.section, key, value):
             return *idle, ""
-        is_still_read = self.place == self.section and (self.section, key) not in self.before
-        is_still_read = is_still_read and self.other in BY_NAME[self.section, key].engines
-        if is_still_read or (self.place, self._named(key)) in self.after:
+        is_asked = self.place != self.section or (self.section, key) in self.before
+        if (self.place, self._named(key)) in self.after:
+            return None
+        if not is_asked and self.other in BY_NAME[self.section, key].engines:
             return None
         why, _, fix = NO_EQUIVALENT.get(key, (f"{self.other.label} does not read it", ALL, ""))
         return why, _breaks(key, value, self.job), fix
@@ -199,27 +204,18 @@ class Rewriting:
         same = (name for name in names if SETTINGS.get((self.place, name)) == setting)
         return key if key in names else next(same, key)
 
-    def _read(self, section: str, key: str) -> Any:
-        """What the new engine reads from the file so far; a mesh is always written out."""
-        if key in self.job.section(section):
-            return effective(self.job, section, key)
-        return None if section == MESH else BY_NAME[section, key].default
-
     def _set_answers(self) -> None:
         """Sets the keys whose answers have changed, and those that can't be read."""
-        for place, value in self.after.items():
-            if show(self.before.get(place)).lower() != show(value).lower() or not self._is_usable(place):
-                section, key = place
-                self.edits.append(Edit(section, self.job.written_name(section, key), value))
-                why = "" if self.engine is self.other else ADDED.get(key, "the new engine")
-                old = show(self.job.section(section).get(key))
-                self.changes.append(Change(_path(section, key), "changed", old, show(value), why=why))
-
-    def _is_usable(self, place: Place) -> bool:
-        content, field = self.job.section(place[0]), BY_NAME[place]
-        if field.key in content and content[field.key] in UNKNOWN:
-            return field.key in NULL_IS_ABSENT or field.default in UNKNOWN
-        return field.key not in content or is_readable(field, content[field.key])
+        for (section, key), value in self.after.items():
+            field, content = BY_NAME[section, key], self.job.section(section)
+            is_usable = key not in content or is_readable(field, content[key])
+            if key in content and content[key] in UNKNOWN:
+                is_usable = key in NULL_IS_ABSENT or field.default in UNKNOWN
+            if show(self.before.get((section, key))).lower() == show(value).lower() and is_usable:
+                continue
+            self.edits.append(Edit(section, self.job.written_name(section, key), value))
+            why = "" if self.engine is self.other else ADDED.get(key, "the new engine")
+            self.changes.append(Change(_path(section, key), "changed", show(content.get(key)), show(value), why=why))
 
 
 def is_alone(job: JobConfig) -> bool:
