@@ -200,8 +200,7 @@ class Rewriting:
     def _named(self, key: str) -> str:
         """The name of a key in the new engine."""
         names = [name for section, name in self.after if section == self.place]
-        setting = SETTINGS.get((self.section, key), key)
-        same = (name for name in names if SETTINGS.get((self.place, name)) == setting)
+        same = (name for name in names if name in SETTINGS and SETTINGS[name] == SETTINGS.get(key))
         return key if key in names else next(same, key)
 
     def _set_answers(self) -> None:

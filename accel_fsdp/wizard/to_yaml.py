@@ -1,7 +1,7 @@
 """Converts answers to the text of an Accelerate YAML."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -32,17 +32,44 @@ SECTIONS = {
 MESH = "parallelism_config"
 KEYS = {question.key: question.field for question in QUESTIONS if question.key}
 """The keys that hold one answer each."""
-SETTINGS: Mapping[Place, str] = {
-    **KEYS,
-    ("fsdp_config", "fsdp_reshard_after_forward"): "strategy",
-    ("deepspeed_config", "zero_stage"): "strategy",
-    ("deepspeed_config", "offload_optimizer_device"): "cpu_offload",
-    ("deepspeed_config", "zero3_init_flag"): "ram_efficient_loading",
-    ("fsdp_config", "fsdp_xla_fsdp_grad_ckpt"): "activation_checkpointing",
-}
-"""The setting that a key is of, under the wizard's name; other engines may have it under another key."""
+
+
 OWN_SCRIPT = "YOUR_SCRIPT.py"
 """The placeholder for a script, for models that train/sft.py doesn't train."""
+
+
+def _of_stages(*stages: int, value: Callable[[Answers], Any]) -> Callable[[Answers], Any]:
+    return lambda answers: value(answers) if answers.zero_stage in stages else ""
+
+
+def _device(answers: Answers) -> str:
+    return "cpu" if answers.cpu_offload else "none"
+
+
+CONSTANT: Mapping[str, Any] = {
+    "compute_environment": "LOCAL_MACHINE",
+    "main_training_function": "main",
+    "fsdp_backward_prefetch": "BACKWARD_PRE",
+    "fsdp_forward_prefetch": False,
+    **dict.fromkeys(("fsdp_use_orig_params", "fsdp_sync_module_states", "fsdp_xla", "fsdp_xla_fsdp_v2"), True),
+    **dict.fromkeys(("gradient_accumulation_steps", "gradient_clipping"), "auto"),  # Trainer fills in its arguments
+}
+DERIVED: Mapping[str, tuple[str, Callable[[Answers], Any]]] = {
+    "distributed_type": ("engine", lambda answers: DISTRIBUTED_TYPES[engine_of(vars(answers))]),
+    "fsdp_reshard_after_forward": ("strategy", lambda answers: RESHARDS[STRATEGIES[answers.strategy]]),
+    "fsdp_xla_fsdp_grad_ckpt": ("activation_checkpointing", lambda answers: answers.activation_checkpointing),
+    "zero_stage": ("strategy", lambda answers: answers.zero_stage),
+    "offload_optimizer_device": ("cpu_offload", lambda answers: _device(answers) if answers.zero_stage else ""),
+    "offload_param_device": ("", _of_stages(3, value=_device)),
+    "zero3_init_flag": ("ram_efficient_loading", _of_stages(3, value=lambda answers: answers.ram_efficient_loading)),
+    "zero3_save_16bit_model": ("", _of_stages(3, value=lambda answers: True)),  # without it no model would be saved
+    "deepspeed_multinode_launcher": ("", lambda answers: "standard" if answers.num_machines > 1 else ""),
+}
+"""The keys that follow from several answers: the setting that a key is of, if of one, and its value."""
+SETTINGS: Mapping[str, str] = {key: field for (_, key), field in KEYS.items()} | {
+    key: setting for key, (setting, _) in DERIVED.items() if setting
+}
+"""The setting that a key is of; other engines may have it under another key."""
 
 
 def to_mapping(answers: Answers) -> dict[str, Any]:
@@ -56,48 +83,19 @@ def to_mapping(answers: Answers) -> dict[str, Any]:
 
 def flat_mapping(answers: Answers) -> dict[Place, Any]:
     """The values of the YAML by section and key."""
-    engine = engine_of(vars(answers))
-    values: dict[Place, Any] = {
-        ("", "compute_environment"): "LOCAL_MACHINE",
-        ("", "distributed_type"): DISTRIBUTED_TYPES[engine],
-    }
-    for question in applying(answers):
-        value = getattr(answers, question.field)
-        if question.key and engine in BY_NAME[question.key].engines and value not in ("", ()):
-            values[question.key] = ",".join(value) if isinstance(value, tuple) else value
-    section = SECTIONS.get(engine, "")
-    values |= {(section, key): value for key, value in _derived(answers, engine).items()}
-    if engine is Engine.FSDP2:  # hybrid sharding and tensor parallelism are a device mesh
-        values |= {(MESH, key): size for key, size in answers.mesh.items()}
-    if engine is Engine.TPU:
-        values["", "main_training_function"] = "main"
-    return {place: values[place] for place in BY_NAME if place in values}
-
-
-def _derived(answers: Answers, engine: Engine) -> dict[str, Any]:
-    """The keys of an engine's section that several answers decide, or none."""
-    if engine is Engine.FSDP1:
-        constant = {"fsdp_forward_prefetch": False, "fsdp_use_orig_params": True, "fsdp_sync_module_states": True}
-        return {"fsdp_backward_prefetch": "BACKWARD_PRE", **constant}
-    if engine is Engine.FSDP2:
-        return {"fsdp_reshard_after_forward": RESHARDS[STRATEGIES[answers.strategy]]}
-    if engine is Engine.TPU:
-        checkpoints = answers.activation_checkpointing
-        return {"fsdp_xla": True, "fsdp_xla_fsdp_v2": True, "fsdp_xla_fsdp_grad_ckpt": checkpoints}
-    return _of_deepspeed(answers) if engine is Engine.DEEPSPEED else {}
-
-
-def _of_deepspeed(answers: Answers) -> dict[str, Any]:
-    """`auto` lets Trainer fill in its own arguments; without the stage-3 flags no model would be saved."""
-    device = "cpu" if answers.cpu_offload else "none"
-    settings: dict[str, Any] = {"offload_optimizer_device": device} if answers.zero_stage else {}
-    if answers.zero_stage == 3:
-        settings |= {"offload_param_device": device, "zero3_init_flag": answers.ram_efficient_loading}
-        settings["zero3_save_16bit_model"] = True
-    settings |= {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
-    if answers.num_machines > 1:
-        settings["deepspeed_multinode_launcher"] = "standard"
-    return settings
+    engine, written = engine_of(vars(answers)), {question.field for question in applying(answers)}
+    values: dict[Place, Any] = {}
+    for section, key in (place for place, field in BY_NAME.items() if engine in field.engines):
+        value = CONSTANT.get(key, "")
+        if KEYS.get((section, key)) in written:
+            value = getattr(answers, KEYS[section, key])
+        elif key in DERIVED:
+            value = DERIVED[key][1](answers)
+        elif section == MESH and engine is Engine.FSDP2:  # hybrid sharding and tensor parallelism
+            value = answers.mesh.get(key, "")
+        if value not in ("", ()):
+            values[section, key] = ",".join(value) if isinstance(value, tuple) else value
+    return values
 
 
 def to_text(answers: Answers, launch: str = "") -> str:
