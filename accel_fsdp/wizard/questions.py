@@ -102,8 +102,10 @@ def settle(question: Question, context: Context, value: Any) -> Context:
     """
     if question.meanings:
         value = _one_of(question, question.options(context), value)
-    check = getattr(validation, f"check_{question.field}", None)
-    return store(question, context, check(context, value) if check else value)
+    if check := getattr(validation, f"check_{question.field}", None):
+        return store(question, context, check(context, value))
+    is_number = question.field in validation.NUMBERS
+    return store(question, context, validation.number(question.field, value) if is_number else value)
 
 
 def store(question: Question, context: Context, value: Any) -> Context:

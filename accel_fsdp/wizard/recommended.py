@@ -6,11 +6,12 @@ The prediction is imported on first use: `accel-fsdp --help` lists the questions
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.config import ENGINE_NAMES, STRATEGIES, TORCH_DTYPES, Engine, Precision
+from accel_fsdp.config import ENGINE_NAMES, STRATEGIES, TORCH_DTYPES, Engine
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import gpus, machines
 from accel_fsdp.job import Job, Layout, Recipe, from_arguments, recompute_by
@@ -57,8 +58,7 @@ def problem_of(context: Context) -> "Problem | None":
     is_known = context.model is not None and machine.accelerator is not None and gpus.is_known(machine.accelerator)
     if not is_known or answers.get("wrap_policy") == "NO_WRAP":  # plans gather layers
         return None
-    known = shape_of(context["model"])
-    if known is None:
+    if (known := shape_of(context["model"])) is None:
         return None
     shape, tapes = known
     try:
@@ -69,9 +69,9 @@ def problem_of(context: Context) -> "Problem | None":
     number, asked = context["num_machines"], str(answers.get("num_processes", ""))
     ranks = int(asked) if _is_number(asked) and int(asked) else machine.count * number
     layout = Layout.ddp(ranks, max(ranks // number, 1)) if ranks > 1 else Layout.alone()
-    usual: Precision = "bf16" if machines.has_bf16(machine) else "fp16"
-    asked_precision = answers.get("mixed_precision")
-    precision = asked_precision if asked_precision in TORCH_DTYPES else usual
+    precision: Any = answers.get("mixed_precision")
+    if precision not in TORCH_DTYPES:
+        precision = "bf16" if machines.has_bf16(machine) else "fp16"
     recipe = from_arguments.planned_recipe(context["method"], precision)
     attention = "sdpa" if shape.eager_only else recipe.attention
     return Problem(shape, tapes, gpu, Job(layout, replace(recipe, length=length, attention=attention)))
@@ -99,8 +99,7 @@ def candidate(context: Context) -> "Candidate | None":
     problem = problem_of(context)
     if problem is None:
         return None
-    asked = wanted(context)
-    axes = (str(context.given.get(axis)) for axis in MESH)
+    asked, axes = wanted(context), [str(context.given.get(axis)) for axis in MESH]
     divides = any(str({**context.wished, **context.given}.get(axis) or 1) != "1" for axis in MESH[1:])
     find = _on_mesh if divides else _searched
     return _cached(problem, (*asked.items(), *axes), lambda: find(context, problem, asked))
@@ -109,10 +108,9 @@ def candidate(context: Context) -> "Candidate | None":
 def _cached(problem: "Problem", answers: tuple[Any, ...], find: "Callable[[], Candidate | None]") -> "Candidate | None":
     key = (id(problem.tapes), problem.gpu.name, problem.gpu.memory_gib, problem.job, *answers)
     if key not in _CACHE:
-        try:
+        _CACHE[key] = None  # what this method allocates can't be recorded
+        with suppress(UserError):
             _CACHE[key] = find()
-        except UserError:  # what this method allocates can't be recorded
-            _CACHE[key] = None
     return _CACHE[key]
 
 
@@ -194,13 +192,8 @@ def _agreement(asked: Mapping[str, str]) -> Callable[[Job], bool]:
 
 def checkpoints_in_script(context: Context) -> bool:
     """Whether the script has to checkpoint activations: where the engine can't, and the plan recommends it."""
-    chosen = candidate(context)
-    return (
-        chosen is not None
-        and not context["activation_checkpointing"]
-        and chosen.recipe.recomputes
-        and recompute_by(chosen.job.engine, chosen.job.method) == "script"
-    )
+    chosen = None if context["activation_checkpointing"] else candidate(context)
+    return bool(chosen and chosen.recipe.recomputes and recompute_by(chosen.job.engine, chosen.job.method) == "script")
 
 
 def note(strategy: int, context: Context) -> str:

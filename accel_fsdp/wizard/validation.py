@@ -1,9 +1,9 @@
 """The answers that can't be used, each with its reason: unsuitable options, values that would fail. Pure."""
 
 import re
-from collections.abc import Callable
 from typing import Any
 
+from accel_fsdp.command_line import flag_of
 from accel_fsdp.config import DEFAULT_PORT, Engine
 from accel_fsdp.errors import UNPRINTABLE, UsageError, UserError
 from accel_fsdp.hardware import gpus, machines
@@ -79,15 +79,12 @@ def _why_unsuitable(question: str, value: Any, context: Context) -> str:
 
 def check_model(context: Context, value: Any) -> str:
     """Refuses an empty name, and one that can't be in a line of YAML; a short name becomes the catalogue's hub id."""
-    name = str(value).strip()
+    name, fix = str(value).strip(), "--model ID_OR_FOLDER"
     if not name:
-        raise UsageError("--model is missing", why="the layer class is read from it", fix="--model ID_OR_FOLDER")
+        raise UsageError("--model is missing", why="the layer class is read from it", fix=fix)
     if name.startswith("-") or re.search(rf"{UNPRINTABLE.pattern}|[\n\t]", name) or len(name) > LONGEST_PATH:
-        raise UsageError(
-            f"--model {name[:LONGEST_SHOWN]} is neither a hub id nor a folder",
-            why="neither of them begins with a dash, has control characters or is that long",
-            fix="--model ID_OR_FOLDER",
-        )
+        why = "neither of them begins with a dash, has control characters or is that long"
+        raise UsageError(f"--model {name[:LONGEST_SHOWN]} is neither a hub id nor a folder", why=why, fix=fix)
     return catalogue.hub_id(name)
 
 
@@ -118,38 +115,40 @@ def check_layer_class(context: Context, value: Any) -> tuple[str, ...]:
     parts = value.split(",") if isinstance(value, str) else value
     names = tuple(name.strip() for part in parts for name in part.split(",") if name.strip())
     if not names:
-        raise UserError(
-            "no transformer layer class is known",
-            why="without it FSDP makes one unit of the whole model and saves no memory",
-            fix="--layer-class NAME, the class of the model's repeated layers",
-        )
+        why = "without it FSDP makes one unit of the whole model and saves no memory"
+        fix = "--layer-class NAME, the class of the model's repeated layers"
+        raise UserError("no transformer layer class is known", why=why, fix=fix)
     if bad_name := next((name for name in names if not name.isidentifier()), ""):
-        raise UserError(
-            f"layer class {bad_name[:LONGEST_SHOWN]} is not a class name",
-            why="Accelerate looks for a module class of that name",
-            fix="--layer-class NAME, such as LlamaDecoderLayer",
-        )
+        what, why = f"layer class {bad_name[:LONGEST_SHOWN]} is not a class name", "Accelerate looks for a class of it"
+        raise UserError(what, why=why, fix="--layer-class NAME, such as LlamaDecoderLayer")
     if context.model is not None:
         check_layer_classes(names, context.model.classes, tuple(layer.name for layer in context.model.wrap_classes))
     return names
 
 
-def _number(flag: str, value: Any, why: str, *, fix: int, most: int) -> int:
-    text = str(value).strip()
+NUMBERS = {
+    "num_machines": (1, MOST_RANKS, "it counts all machines, including this one"),
+    "seq_len": (Recipe.length, 10**9, "a row has tokens to train on"),
+    "num_processes": (1, MOST_RANKS, "each process drives one GPU"),
+    "dp_replicate": (1, MOST_RANKS, "the processes are divided evenly among them"),
+    "tp": (1, MOST_RANKS, "every layer waits for all ranks of a group"),
+    "ep": (1, MOST_RANKS, "experts are divided over the ranks of one copy"),
+    "min_num_params": (100_000_000, 10**15, "FSDP makes a unit of each larger module; 0 wraps nothing"),
+    "batch": (1, 10**6, "a step trains on something"),
+    "main_process_port": (DEFAULT_PORT, 65535, "it must be a free TCP port"),
+}
+"""The questions for a number from 1 on: the usual one, the largest, and why it is one."""
+
+
+def number(question: str, value: Any, usual: int = 0) -> int:
+    """Refuses what is no whole number in the range of a question."""
+    default, most, why = NUMBERS[question]
+    flag, text = flag_of(question), str(value).strip()
     number = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else -1
     if not 1 <= number <= most:
         what = f"{flag} {text[:LONGEST_SHOWN]} is not a whole number from 1 to {most}"
-        raise UserError(what, why=why, fix=f"{flag} {fix}")
+        raise UserError(what, why=why, fix=f"{flag} {usual or default}")
     return number
-
-
-def _whole(flag: str, fix: int, most: int, why: str) -> Callable[[Context, Any], int]:
-    return lambda context, value: _number(flag, value, why, fix=fix, most=most)
-
-
-UNITS = "FSDP makes a unit of each module with more parameters than that; 0 wraps nothing"
-check_min_num_params = _whole("--min-num-params", 100_000_000, 10**15, UNITS)
-check_main_process_port = _whole("--main-process-port", DEFAULT_PORT, 65535, "it must be a free TCP port")
 
 
 def check_seq_len(context: Context, value: Any) -> int | None:
@@ -158,19 +157,18 @@ def check_seq_len(context: Context, value: Any) -> int | None:
 
     if value is None:
         return None
-    length = _number("--seq-len", value, "a row has tokens to train on", fix=Recipe.length, most=10**9)
-    problem = recommended.problem_of(context)
+    length, problem = number("seq_len", value), recommended.problem_of(context)
     recorded = (problem.shape,) if problem else trace_store.find(context["model"])
     return length_of(recorded[0], length) if recorded else length
 
 
 def check_batch(context: Context, value: Any) -> int:
-    return 0 if value == 0 else _number("--batch", value, "a step trains on something", fix=1, most=10**6)
+    return 0 if value == 0 else number("batch", value)
 
 
 def check_num_machines(context: Context, value: Any) -> int:
-    described, why = machines.parse(context["gpus"])[1], "it counts all machines, including this one"
-    count = _number("--num-machines", value, why, fix=described, most=MOST_RANKS)
+    described = machines.parse(context["gpus"])[1]
+    count = number("num_machines", value, described)
     if described not in (1, count):
         fix = f"--num-machines {described}, or describe one machine alone"
         what = f"--num-machines {count} contradicts --gpus {context['gpus']}"
@@ -180,13 +178,13 @@ def check_num_machines(context: Context, value: Any) -> int:
 
 def check_num_processes(context: Context, value: Any) -> int:
     """Refuses numbers that the machine doesn't have GPUs for, or with which there is nothing to share."""
-    number, gpus = context["num_machines"], context.machine.count * context["num_machines"]
-    total = _number("--num-processes", value, "each process drives one GPU", fix=gpus or number, most=MOST_RANKS)
+    hosts, gpus = context["num_machines"], context.machine.count * context["num_machines"]
+    total = number("num_processes", value, gpus or hosts)
     if 0 < gpus < total:
-        fix = f"--num-processes {gpus}, or describe the machine: --gpus {total // number}xNAME"
+        fix = f"--num-processes {gpus}, or describe the machine: --gpus {total // hosts}xNAME"
         raise UserError(f"--num-processes {total} on {gpus} GPUs", why="each process drives one GPU", fix=fix)
-    if context["engine"] == "fsdp" and context["strategy"] in (4, 5) and total // number < 2:
-        what, why = f"hybrid sharding with {total // number} process per machine", "nothing would be sharded"
+    if context["engine"] == "fsdp" and context["strategy"] in (4, 5) and total // hosts < 2:
+        what, why = f"hybrid sharding with {total // hosts} process per machine", "nothing would be sharded"
         raise UserError(what, why=why, fix="two GPUs or more on each machine, or --strategy 1")
     if total < 2 and context.engine is Engine.DDP:
         fix = "--num-processes 2 or more" if context.machine.count != 1 else "--engine fsdp, which one GPU can do"
@@ -194,30 +192,21 @@ def check_num_processes(context: Context, value: Any) -> int:
     return total
 
 
-check_dp_replicate = _whole("--dp-replicate", 1, MOST_RANKS, "the processes are divided evenly among them")
-check_ep = _whole("--ep", 1, MOST_RANKS, "experts are divided over the ranks of one copy")
-
-
 def check_tp(context: Context, value: Any) -> int:
     """Refuses groups of ranks over several machines."""
-    here, why = context["num_processes"] // context["num_machines"], "every layer waits for all ranks of a group"
-    size = _number("--tp", value, why, fix=1, most=MOST_RANKS)
+    here, size = context["num_processes"] // context["num_machines"], number("tp", value)
     if size > 1 and here % size:
         sizes = " or ".join(str(size) for size in range(2, here + 1) if here % size == 0)
-        fix = f"--tp {sizes}" if sizes else "leave out --tp"
-        raise UserError(f"--tp {size} does not divide the {here} processes of a machine", why=why, fix=fix)
+        what = f"--tp {size} does not divide the {here} processes of a machine"
+        raise UserError(what, why=NUMBERS["tp"][2], fix=f"--tp {sizes}" if sizes else "leave out --tp")
     return size
 
 
 def check_main_process_ip(context: Context, value: Any) -> str:
     """Refuses invalid addresses; an empty one is left to the cluster engine."""
     text = str(value).strip()
-    if not text:
-        return text
-    if problem := machines.address_problem(text):
-        raise UserError(
-            f"--main-process-ip {text[:LONGEST_SHOWN]} is not an address",
-            why=problem,
-            fix="--main-process-ip NAME, the first machine's host name or IP address, such as 10.0.0.1",
-        )
+    if text and (problem := machines.address_problem(text)):
+        what, example = f"--main-process-ip {text[:LONGEST_SHOWN]} is not an address", "such as 10.0.0.1"
+        fix = f"--main-process-ip NAME, the first machine's host name or IP address, {example}"
+        raise UserError(what, why=problem, fix=fix)
     return text
