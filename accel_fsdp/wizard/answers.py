@@ -87,10 +87,7 @@ class Answers:
         return self.auto_class != "AutoModelForCausalLM"
 
 
-GivenAnswers = Mapping[str, Any]
-
-
-def engine_of(answers: GivenAnswers) -> Engine:
+def engine_of(answers: Mapping[str, Any]) -> Engine:
     """The engine of answers that may be incomplete; NONE while the version of FSDP is open."""
     if answers.get("engine") != "fsdp":
         return OTHER_ENGINES.get(answers.get("engine", "ddp"), Engine.DDP)
@@ -107,11 +104,11 @@ class Context:
     given answers, of later questions too.
     """
 
-    given: GivenAnswers
+    given: Mapping[str, Any]
     detected: MachineFacts = machines.CPU
     model: ModelFacts | None = None
     unread: bool = False
-    wished: GivenAnswers = dataclasses.field(default_factory=dict)
+    wished: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def engine(self) -> Engine:

@@ -62,16 +62,14 @@ def _ask_from(session: Interview, position: int) -> None:
     while position < len(QUESTIONS):
         question = QUESTIONS[position]
         context = session.settled(until=question.field)
-        if question.field in session.fixed or not question.is_open(context):
-            position += 1
-            continue
-        answer = _ask(question, context, session.given.get(question.field))
-        if answer is BACK:
-            position = FIELDS.index(session.asked.pop()) if session.asked else position
-            continue
-        session.given[question.field] = answer
-        session.asked.append(question.field)
         position += 1
+        if question.field not in session.fixed and question.is_open(context):
+            answer = _ask(question, context, session.given.get(question.field))
+            if answer is BACK:
+                position = FIELDS.index(session.asked.pop()) if session.asked else position - 1
+            else:
+                session.given[question.field] = answer
+                session.asked.append(question.field)
 
 
 def _ask(question: Question, context: Context, before: Any) -> Any:

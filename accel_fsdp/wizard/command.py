@@ -48,7 +48,10 @@ def configure(options: WizardOptions, flags: Mapping[str, str]) -> int:
     if is_guarded and not options.from_file and atomic_files.is_taken(output):
         console.say(f"{output} exists; before it is overwritten you will be asked.", style="yellow", wrap=True)
     original, written = _read(options.from_file, flags) if options.from_file else (None, {})
-    answers = {**_preset(options.preset), **written}
+    if options.preset is not None and options.preset not in PRESETS:
+        what = f"there is no preset {options.preset}.{did_you_mean(options.preset, PRESETS)}"
+        raise UsageError(what, why="its answers are not known", fix="one of: " + ", ".join(PRESETS))
+    answers = {**(PRESETS[options.preset] if options.preset else {}), **written}
     if "model" not in {**answers, **flags} and (options.from_file or "layer_class" in {**answers, **flags}):
         answers["model"] = interview.WITHOUT_MODEL
     if interactive:
@@ -64,13 +67,6 @@ def configure(options: WizardOptions, flags: Mapping[str, str]) -> int:
 def _warn(lines: tuple[str, ...]) -> None:
     for line in lines:
         console.say(line, style="yellow", wrap=True)
-
-
-def _preset(name: str | None) -> Mapping[str, str]:
-    if name is not None and name not in PRESETS:
-        what, why = f"there is no preset {name}.{did_you_mean(name, PRESETS)}", "its answers are not known"
-        raise UsageError(what, why=why, fix="one of: " + ", ".join(PRESETS))
-    return PRESETS[name] if name else {}
 
 
 def _read(path: Path, flags: Mapping[str, str]) -> tuple[Original, Mapping[str, Any]]:
@@ -112,9 +108,11 @@ class Review:
             console.clear()
             _warn(interview.warnings(self.session))
             answers, text, changes = self.text()
+            asked = [question for question in applying(answers) if is_shown(question, answers)]
+            rows = [(q.field, f"{q.title:25} {to_yaml.flag_text(getattr(answers, q.field))}") for q in asked]
             chosen = asking.pick(
                 f"Write {place}?",
-                [(WRITE, "Write it"), *_rows(answers), (SHOW, "Show the YAML"), (QUIT, "Quit, write nothing")],
+                [(WRITE, "Write it"), *rows, (SHOW, "Show the YAML"), (QUIT, "Quit, write nothing")],
                 "Enter on a line; Escape goes back" if self.session.asked else "Enter on a line",
             )
             if chosen == WRITE and self.may_write(text, changes):
@@ -175,12 +173,6 @@ def _say_how_to_train(answers: Answers) -> None:
     hint = ", on each machine with its own --machine_rank" if answers.num_machines > 1 else ""
     engine = ", in a job of SLURM, Kubernetes or another engine"
     console.say(f"train with{engine if answers.place == 'engine' else hint}:")
-
-
-def _rows(answers: Answers) -> list[tuple[str, str]]:
-    """The questions that the wizard asks, and the other answers that differ from its defaults."""
-    fields = [question.field for question in applying(answers) if is_shown(question, answers)]
-    return [(field, f"{field.replace('_', ' '):25} {to_yaml.flag_text(getattr(answers, field))}") for field in fields]
 
 
 def default_config() -> Path:

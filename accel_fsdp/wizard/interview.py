@@ -56,11 +56,6 @@ class Interview:
             context = self._settle(question, context)
         return context
 
-    def unanswered(self) -> list[Question]:
-        """The questions that apply and have no given answer; without a model, those for a Llama."""
-        context = replace(self, given={"model": PRESET_MODEL, **self.given}).settled()
-        return [q for q in QUESTIONS if q.is_open(context) and q.field not in self.given]
-
     @property
     def is_without_model(self) -> bool:
         """Whether a file, or a flag that names the layer class, makes the model unnecessary."""
@@ -123,12 +118,14 @@ def judged(question: Question, context: Context) -> Context:
 def interview(flags: Mapping[str, str], given: Mapping[str, Any], defaults: bool) -> Interview:
     """Settles every question: by a flag, a preset or a file, else by its default."""
     session = Interview(flags, {**given, **flags})
-    if not defaults and (unanswered := session.unanswered()):
-        raise UsageError(
-            "this is not a terminal, so nothing can be asked",
-            why="unanswered: " + " ".join(question.flag for question in unanswered),
-            fix="add --yes to take the defaults (it needs --model), or give these flags",
-        )
+    if not defaults:
+        context = replace(session, given={"model": PRESET_MODEL, **session.given}).settled()
+        unanswered = [q.flag for q in QUESTIONS if q.is_open(context) and q.field not in session.given]
+        if unanswered:
+            what, why = "this is not a terminal, so nothing can be asked", "unanswered: " + " ".join(unanswered)
+            raise UsageError(
+                what, why=why, fix="add --yes to take the defaults (it needs --model), or give these flags"
+            )
     return session
 
 

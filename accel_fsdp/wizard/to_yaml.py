@@ -104,25 +104,19 @@ def to_text(answers: Answers, launch: str = "") -> str:
 
 
 def header(answers: Answers, launch: str = "") -> list[str]:
-    """Comment lines: the title of the file, the command that made it, and the one that uses it."""
-    title = f"{answers.model or 'A model of your own'}, {answers.method} training, {_engine_in_words(answers)}."
-    return config_header.comment(title, command_line(answers), launch or launch_line(answers, THIS_FILE))
-
-
-def _engine_in_words(answers: Answers) -> str:
-    engine, stage = engine_of(vars(answers)), deepspeed_name(answers.zero_stage)
-    others = {Engine.DDP: "plain DDP", Engine.TPU: "TPU (XLA FSDP)", Engine.DEEPSPEED: stage}
-    others[Engine.NONE] = "one process, which has nothing to share"
-    return others.get(engine, f"{engine.label}, strategy {answers.strategy} ({STRATEGIES[answers.strategy]})")
-
-
-def command_line(answers: Answers) -> str:
-    """The non-interactive command that writes the same YAML."""
-    words = COMMAND.split()
+    """Comment lines: the title of the file, the command that writes the same YAML, and the one that uses it."""
+    engine, words = engine_of(vars(answers)), COMMAND.split()
+    named = {
+        Engine.NONE: "one process, which has nothing to share",
+        Engine.DDP: "plain DDP",
+        Engine.TPU: "TPU (XLA FSDP)",
+        Engine.DEEPSPEED: deepspeed_name(answers.zero_stage),
+    }.get(engine, f"{engine.label}, strategy {answers.strategy} ({STRATEGIES[answers.strategy]})")
     for question in applying(answers):
         value = getattr(answers, question.field)
         words += [question.flag, flag_text(value)] if value not in ("", (), None) else []
-    return shlex.join(words)
+    title = f"{answers.model or 'A model of your own'}, {answers.method} training, {named}."
+    return config_header.comment(title, shlex.join(words), launch or launch_line(answers, THIS_FILE))
 
 
 def flag_text(value: Any) -> str:
@@ -132,16 +126,12 @@ def flag_text(value: Any) -> str:
 
 
 def launch_line(answers: Answers, path: str) -> str:
-    script = [OWN_SCRIPT] if answers.own_script else _our_script(answers, path)
+    """The command that trains with the YAML at `path`."""
+    arguments = from_arguments.argument_words(job_of(answers), sized=answers.seq_len is not None)
+    arguments += ["--accelerate_config", path] if answers.engine == "tpu" else []
+    script = [OWN_SCRIPT] if answers.own_script else config_header.example_run(answers.model, arguments)
     expandable = machines.parse(answers.gpus)[0].has_expandable_segments
     return config_header.launch_line(path, script, place=answers.place, expandable=expandable)
-
-
-def _our_script(answers: Answers, path: str) -> list[str]:
-    arguments = from_arguments.argument_words(job_of(answers), sized=answers.seq_len is not None)
-    if answers.engine == "tpu":
-        arguments += ["--accelerate_config", path]
-    return config_header.example_run(answers.model, arguments)
 
 
 def job_of(answers: Answers) -> Job:

@@ -93,15 +93,6 @@ def test_a_migrated_file_stays_what_it_is(tmp_path: Path) -> None:
     assert yaml.safe_load(re_edited(path)) == before
 
 
-def test_an_engine_that_the_wizard_has_not_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "megatron.yaml"
-    path.write_text("distributed_type: MEGATRON_LM\nnum_processes: 2\n")
-    refused = here("config", "--yes", "--from", path, "--model", "gpt2")
-    assert refused.code == 2
-    assert "MEGATRON_LM can't be re-edited" in refused.output
-    assert path.read_text() == "distributed_type: MEGATRON_LM\nnum_processes: 2\n"
-
-
 LLAMA = {"model": "meta-llama/Llama-3.1-8B", "gpus": "8xH100", "method": "full"}
 SECTIONS = {"fsdp1": "fsdp_config", "fsdp2": "fsdp_config", "deepspeed": "deepspeed_config", "ddp": "", "tpu": ""}
 SOUND: dict[str, dict[str, Any]] = {
@@ -185,37 +176,12 @@ def test_the_length_that_memory_was_judged_with_is_kept(
     assert f" --max_length {length}" in header[4]
 
 
-@pytest.mark.parametrize("path", sorted(SHIPPED.glob("trl/*fsdp*.yaml")), ids=lambda path: path.stem)
-def test_a_file_is_re_edited_without_a_model(path: Path, tmp_path: Path) -> None:
-    """What it leaves to the model stays so."""
-    copy = tmp_path / path.name
-    copy.write_text(path.read_text())
-    finished = here("config", "--yes", "--from", copy, "--mixed-precision", "fp16")
-    assert finished.code == 0, finished.output
-    assert yaml.safe_load(copy.read_text()) == {**yaml.safe_load(path.read_text()), "mixed_precision": "fp16"}
-
-
-def test_a_layer_class_with_its_module_is_that_class(tmp_path: Path) -> None:
-    path = tmp_path / "old.yaml"
-    path.write_text(V2.replace("LlamaDecoderLayer", "transformers.models.llama.modeling_llama.LlamaDecoderLayer"))
-    assert wizard.configure(wizard.WizardOptions(from_file=path, yes=True), {}) == 0
-    assert path.read_text() == V2
-
-
 def test_an_answer_that_cannot_be_used_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "old.yaml"
     path.write_text(V2.replace("'no'", "bf17"))
     assert wizard.configure(wizard.WizardOptions(from_file=path, yes=True), LLAMA) == 0
     assert "mixed precision bf17 can't be used. Did you mean bf16?" in " ".join(capsys.readouterr().err.split())
     assert "bf17" not in path.read_text()
-
-
-def test_a_number_in_quotes_is_a_number(tmp_path: Path) -> None:
-    path = tmp_path / "old.yaml"
-    path.write_text(text := V2.replace("num_processes: 2", 'num_processes: "2"'))
-    assert '"2"' in text
-    assert wizard.configure(wizard.WizardOptions(from_file=path, yes=True), {}) == 0
-    assert path.read_text() == text
 
 
 def test_a_comment_in_the_place_of_our_title_stays(tmp_path: Path) -> None:
@@ -227,15 +193,22 @@ def test_a_comment_in_the_place_of_our_title_stays(tmp_path: Path) -> None:
     assert path.read_text().startswith("# my job\n# meta-llama/Llama-3.1-8B, full training")
 
 
-def test_a_value_that_is_not_offered_stays(tmp_path: Path) -> None:
-    """Accelerate takes fp8, LOCAL_STATE_DICT and torch's own name of a strategy."""
+NOT_OFFERED = {"fsdp_state_dict_type": "LOCAL_STATE_DICT", "fsdp_sharding_strategy": "_HYBRID_SHARD_ZERO2"}
+RARE = sound("fsdp1") | {"mixed_precision": "fp8", "fsdp_config": {**sound("fsdp1")["fsdp_config"], **NOT_OFFERED}}
+QUOTED = V2.replace("num_processes: 2", 'num_processes: "2"')
+WITH_MODULE = V2.replace("LlamaDecoderLayer", "transformers.models.llama.modeling_llama.LlamaDecoderLayer")
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "after"),
+    [
+        (yaml.safe_dump(RARE), {**LLAMA, "seq_len": "2048"}, yaml.safe_dump(RARE)),  # which Accelerate takes
+        (QUOTED, {}, QUOTED),
+        (WITH_MODULE, {}, V2),
+    ],
+)
+def test_a_value_as_accelerate_takes_it_stays(text: str, flags: dict[str, str], after: str, tmp_path: Path) -> None:
     path = tmp_path / "old.yaml"
-    content = sound("fsdp1")
-    content["mixed_precision"] = "fp8"
-    content["fsdp_config"] |= {
-        "fsdp_state_dict_type": "LOCAL_STATE_DICT",
-        "fsdp_sharding_strategy": "_HYBRID_SHARD_ZERO2",
-    }
-    path.write_text(text := yaml.safe_dump(content))
-    assert wizard.configure(wizard.WizardOptions(from_file=path, yes=True), {**LLAMA, "seq_len": "2048"}) == 0
-    assert path.read_text() == text
+    path.write_text(text)
+    assert wizard.configure(wizard.WizardOptions(from_file=path, yes=True), flags) == 0
+    assert path.read_text() == after

@@ -1,13 +1,12 @@
 """`accel-fsdp config` as a person uses it: in a real terminal, with arrow keys and Ctrl-C."""
 
 import re
-import sys
 from pathlib import Path
 
 import pexpect
 import pytest
 import screens
-from conftest import ROOT, SFT, here, run
+from conftest import ROOT, SFT, here
 
 from accel_fsdp.launch import launcher
 from accel_fsdp.wizard import QUESTIONS
@@ -187,14 +186,6 @@ def test_a_file_is_re_edited_with_a_diff(tmp_path: Path) -> None:
     assert "+  fsdp_reshard_after_forward: false" in changed.output
     assert "num_machines: 1  # mine" in path.read_text()
     assert "--strategy 2" in path.read_text()
-
-
-def test_the_first_prompt_needs_no_heavy_library() -> None:
-    code = (
-        "import sys; from accel_fsdp.wizard import configure\n"
-        "print([m for m in ('torch', 'accelerate') if m in sys.modules])"
-    )
-    assert run([sys.executable, "-c", code]).output.endswith("[]\n")
 
 
 def test_an_unknown_preset_is_refused() -> None:
