@@ -3,13 +3,13 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from accel_fsdp.command_line import arg, positional
 from accel_fsdp.config import MigrationTarget
 from accel_fsdp.job import Recipe
 from accel_fsdp.wizard.presets import PRESETS
-from accel_fsdp.wizard.questions import QUESTIONS
+from accel_fsdp.wizard.questions import QUESTIONS, Question
 
 SeqLen = Annotated[
     int | None, arg("Tokens per sequence.", "TOKENS", default=f"{Recipe.length}, or the model's positions if fewer")
@@ -43,19 +43,12 @@ class WizardOptions:
     ] = None
 
 
-ConfigCommand = dataclasses.make_dataclass(
-    "ConfigCommand",
-    [
-        (
-            q.field,
-            Annotated[str | None, arg(q.prompt, q.metavar, hint="(asked)", alias=q.alias)],
-            dataclasses.field(default=None),
-        )
-        for q in QUESTIONS
-    ],
-    bases=(WizardOptions,),
-    frozen=True,
-)
+def _flag(question: Question) -> tuple[str, Any, Any]:
+    argument = arg(question.prompt, question.metavar, hint="(asked)", alias=question.alias)
+    return question.field, Annotated[str | None, argument], dataclasses.field(default=None)
+
+
+ConfigCommand = dataclasses.make_dataclass("ConfigCommand", map(_flag, QUESTIONS), bases=(WizardOptions,), frozen=True)
 """The whole command."""
 
 

@@ -22,14 +22,12 @@ if TYPE_CHECKING:
     from accel_fsdp.prediction import Candidate, Problem
     from accel_fsdp.prediction.memory import ModelShape, Tapes
 
-OF_FSDP = frozenset(
-    {
-        *("fsdp_version", "strategy", "wrap_policy", "layer_class", "min_num_params", "state_dict_type"),
-        *("ram_efficient_loading", "activation_checkpointing", *MESH),
-    }
-)
-"""Questions whose answer by a flag picks FSDP."""
 RECOMPUTES = "activation_checkpointing"
+OF_FSDP = {
+    *("fsdp_version", "strategy", "wrap_policy", "layer_class", "min_num_params", "state_dict_type"),
+    *("ram_efficient_loading", RECOMPUTES, *MESH),
+}
+"""Questions whose answer by a flag picks FSDP."""
 DECIDING = ("fsdp_version", "strategy", "zero_stage", "cpu_offload", RECOMPUTES, "batch")
 """Questions besides the engine whose answers are a job's."""
 NAMES = {name.lower(): str(number) for number, name in STRATEGIES.items()}

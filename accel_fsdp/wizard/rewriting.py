@@ -185,14 +185,25 @@ class Rewriting:
 
     def _why_lost(self, raw: str, key: str, value: Any) -> tuple[str, bool, str] | None:
         """Why a key goes, whether its meaning is lost, and what replaces it; None if it stays."""
+        field = BY_NAME.get((self.section, key))
         if raw != [name for name in self.job.values[self.section] if full_name(self.section, name) == key][-1]:
             return "written twice, the later one is used", False, ""
-        if idle := _without_effect(self.engine, self.section, key, value):
-            return *idle, ""
+        if field is None or not field.engines:
+            reader = f"Accelerate reads {RETIRED[key]}" if key in RETIRED else "nothing reads it"
+            return f"had no effect: {reader}", False, ""
+        is_offload = key == "fsdp_activation_checkpointing_offload" and str(value).lower() in TRUE_WORDS
+        if is_offload and self.engine is Engine.FSDP1:
+            return "FSDP1 stops at it", True, ""
+        if self.engine not in field.engines:
+            return f"had no effect: {self.engine.label} ignores it", False, ""
+        if value is None:
+            return "had no value", self.section == "fsdp_config" and field.default is not None, ""
+        if field.kind in (Kind.BOOL, Kind.CHOICE) and not field.accepts(value):
+            return f"Accelerate does not take {value}", True, ""
+        if field.kind is Kind.NAMES and not class_names(value):
+            return "names no class", False, ""
         is_asked = self.place != self.section or (self.section, key) in self.before
-        if (self.place, self._named(key)) in self.after:
-            return None
-        if not is_asked and self.other in BY_NAME[self.section, key].engines:
+        if (self.place, self._named(key)) in self.after or (not is_asked and self.other in field.engines):
             return None
         why, _, fix = NO_EQUIVALENT.get(key, (f"{self.other.label} does not read it", ALL, ""))
         return why, _breaks(key, value, self.job), fix
@@ -247,23 +258,6 @@ def _breaks(key: str, value: Any, job: JobConfig) -> bool:
     if key in HOSTS and str(job.section("deepspeed_config").get(LAUNCHER)).lower() == "standard":
         return False
     return harmless is not ALL and str(value).lower() not in harmless
-
-
-def _without_effect(engine: Engine, section: str, key: str, value: Any) -> tuple[str, bool] | None:
-    """Why a key has no effect on the old engine, or stops it, in which case its meaning is unknown."""
-    field = BY_NAME.get((section, key))
-    if field is None or not field.engines:
-        reader = f"Accelerate reads {RETIRED[key]}" if key in RETIRED else "nothing reads it"
-        return f"had no effect: {reader}", False
-    if key == "fsdp_activation_checkpointing_offload" and str(value).lower() in TRUE_WORDS and engine is Engine.FSDP1:
-        return "FSDP1 stops at it", True
-    if engine not in field.engines:
-        return f"had no effect: {engine.label} ignores it", False
-    if value is None:
-        return "had no value", section == "fsdp_config" and field.default is not None
-    if field.kind in (Kind.BOOL, Kind.CHOICE) and not field.accepts(value):
-        return f"Accelerate does not take {value}", True
-    return ("names no class", False) if field.kind is Kind.NAMES and not class_names(value) else None
 
 
 def _path(section: str, key: str) -> str:

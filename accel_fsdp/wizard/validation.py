@@ -119,7 +119,8 @@ def check_layer_class(context: Context, value: Any) -> tuple[str, ...]:
         fix = "--layer-class NAME, the class of the model's repeated layers"
         raise UserError("no transformer layer class is known", why=why, fix=fix)
     if bad_name := next((name for name in names if not name.isidentifier()), ""):
-        what, why = f"layer class {bad_name[:LONGEST_SHOWN]} is not a class name", "Accelerate looks for a class of it"
+        what = f"layer class {bad_name[:LONGEST_SHOWN]} is not a class name"
+        why = "Accelerate looks for a module class of that name"
         raise UserError(what, why=why, fix="--layer-class NAME, such as LlamaDecoderLayer")
     if context.model is not None:
         check_layer_classes(names, context.model.classes, tuple(layer.name for layer in context.model.wrap_classes))
