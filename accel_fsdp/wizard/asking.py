@@ -165,10 +165,9 @@ def _choice(label: str, value: Any, disabled: str = "", hint: str = "") -> quest
 
 def _fill(text: str, start: int, indent: int) -> str:
     """`text` in lines of the terminal's width; the first begins in column `start`, the others in column `indent`."""
-    lines = textwrap.wrap(
-        text, _columns() - 1, initial_indent=" " * start, subsequent_indent=" " * indent, break_on_hyphens=False
-    )
-    return "\n".join(lines).lstrip(" ")
+    first, others = " " * start, " " * indent
+    filled = textwrap.fill(text, _columns() - 1, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
+    return filled.lstrip(" ")
 
 
 def _columns() -> int:

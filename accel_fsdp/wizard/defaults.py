@@ -69,9 +69,8 @@ def fsdp_version(context: Context) -> tuple[int, str]:
 
 def strategy(context: Context) -> tuple[int, str]:
     candidate = recommended.candidate(context)
-    if candidate is not None and candidate.layout.is_fsdp:
-        return candidate.layout.strategy, f"{recommended.because(candidate)}: it {candidate.words}"
-    return 1, "FULL_SHARD fits the largest model"
+    number, reason = _planned("strategy", 1, "FULL_SHARD fits the largest model")(context)
+    return number, f"{reason}: it {candidate.words}" if candidate and candidate.layout.is_fsdp else reason
 
 
 def seq_len(context: Context) -> tuple[int | None, str]:
@@ -99,11 +98,10 @@ def min_num_params(context: Context) -> tuple[int, str]:
 
 
 def cpu_offload(context: Context) -> tuple[bool, str]:
+    offloads, reason = _planned("cpu_offload", False, "slower; only when nothing else fits")(context)
     candidate = recommended.candidate(context)
-    if candidate is None:
-        return False, "slower; only when nothing else fits"
-    if candidate.layout.offload:
-        return True, recommended.because(candidate)
+    if offloads or candidate is None:
+        return offloads, reason
     return False, "slower, and not needed" if candidate.fits else "nothing fits, even with it"
 
 
@@ -113,12 +111,11 @@ def activation_checkpointing(context: Context) -> tuple[bool, str]:
         return False, "PEFT would lose the adapter; the launch line has --gradient_checkpointing where it is needed"
     if why := validation.reason("activation_checkpointing", True, context):
         return False, why
-    candidate = recommended.candidate(context) if context.is_fsdp else None
+    candidate, slower = recommended.candidate(context) if context.is_fsdp else None, "about a third more compute"
     if candidate is None:
-        return False, "costs about a third more compute"
-    if candidate.recipe.recomputes:
-        return True, "it fits with it; costs about a third more compute"
-    return False, "not needed; would cost about a third more compute"
+        return False, f"costs {slower}"
+    recomputes = candidate.recipe.recomputes
+    return recomputes, f"it fits with it; costs {slower}" if recomputes else f"not needed; would cost {slower}"
 
 
 def ram_efficient_loading(context: Context) -> tuple[bool, str]:
@@ -148,6 +145,5 @@ def num_processes(context: Context) -> tuple[int, str]:
     if context["engine"] == "single":
         return 1, "one process"
     if count:
-        suffix = f", {number} machines" if number > 1 else ""
-        return count * number, f"{count} x {context.machine.accelerator}{suffix}"
+        return count * number, f"{count} x {context.machine.accelerator}" + f", {number} machines" * (number > 1)
     return 2 * number, "no GPU: two processes per machine, enough to rehearse on CPU"

@@ -82,6 +82,8 @@ def effective(job: JobConfig, section: str, key: str) -> Any:
     value = content.get(key)
     if value is None and key in content and section == "fsdp_config" and key not in NULL_IS_ABSENT:
         return str(None)  # the text to which the launcher converts it
+    if key == "fsdp_auto_wrap_policy":
+        return job.wrap_policy
     if key == "fsdp_state_dict_type":
         return job.state_dict_type or ("FULL_STATE_DICT" if job.full_state_dict else "SHARDED_STATE_DICT")
     if key == "fsdp_sharding_strategy":
@@ -92,8 +94,6 @@ def effective(job: JobConfig, section: str, key: str) -> Any:
         return "no"
     if value is None:
         return field.default
-    if key == "fsdp_auto_wrap_policy":
-        return str(value).upper()
     return str(value).lower() in TRUE_WORDS if field.kind is Kind.BOOL and is_readable(field, value) else value
 
 

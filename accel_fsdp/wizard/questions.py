@@ -85,7 +85,9 @@ class Question:
             is_idle = value == "single" or (value == "tpu" and context.machine.count > 0)
             return value not in self.hidden and not (self.field == "engine" and is_idle)
 
-        return [Option(v, validation.reason(self.field, v, context), is_offered(v)) for v in self.meanings]
+        return [
+            Option(value, validation.reason(self.field, value, context), is_offered(value)) for value in self.meanings
+        ]
 
     def label(self, value: Any, context: Context) -> str:
         """An option with its consequence; a strategy also with its memory and speed."""
