@@ -13,7 +13,7 @@ from accel_fsdp.errors import UsageError, did_you_mean
 from accel_fsdp.wizard import asking, interview, to_yaml
 from accel_fsdp.wizard.answers import Answers
 from accel_fsdp.wizard.flags import WizardOptions
-from accel_fsdp.wizard.from_yaml import answers_in, to_answers
+from accel_fsdp.wizard.from_yaml import answers_in, unchecked_answers
 from accel_fsdp.wizard.migration import for_engine, show_changes
 from accel_fsdp.wizard.presets import PRESETS
 from accel_fsdp.wizard.questions import applying, is_shown
@@ -96,7 +96,7 @@ class Review:
         if answers.model and "layer_class" not in original.written:
             answered.add("layer_class")  # the model has answered it
         open_fields = vars(answers).keys() - original.written.keys() - answered
-        old = replace(to_answers(original.written), **{field: getattr(answers, field) for field in open_fields})
+        old = replace(unchecked_answers(original.written), **{field: getattr(answers, field) for field in open_fields})
         document = yaml_file.load(original.path)
         changes = rewrite(document, original.job, old, answers)
         return answers, header.with_header(yaml_file.dump(document), to_yaml.header(answers)), changes

@@ -112,7 +112,7 @@ def class_names(value: Any) -> str:
     return ",".join(str(part).strip().rpartition(".")[2] for part in parts if str(part).strip())
 
 
-def to_answers(given: Mapping[str, Any]) -> Answers:
+def unchecked_answers(given: Mapping[str, Any]) -> Answers:
     """Answers that no question has checked, with the defaults of `Answers` for open and unreadable ones."""
     values: dict[str, Any] = {**vars(Answers())}
     for name, value in given.items():

@@ -23,7 +23,7 @@ from accel_fsdp.config import (
 from accel_fsdp.errors import UsageError
 from accel_fsdp.wizard.answers import MESH as SIZES
 from accel_fsdp.wizard.flags import MigrateCommand
-from accel_fsdp.wizard.from_yaml import answers_in, to_answers
+from accel_fsdp.wizard.from_yaml import answers_in, unchecked_answers
 from accel_fsdp.wizard.rewriting import OWN_FILE, Change, is_alone, mesh_problem, refusal, rewrite
 
 UNKNOWN_STAGE = 9
@@ -102,13 +102,13 @@ def migrated(path: Path, target: MigrationTarget, layer_class: str = "") -> Migr
     _check(job, document)
     before, written = document.source, answers_in(job)
     has_own_file = OWN_FILE in job.section("deepspeed_config")
-    old = to_answers(written | ({"zero_stage": UNKNOWN_STAGE} if has_own_file else {}))
+    old = unchecked_answers(written | ({"zero_stage": UNKNOWN_STAGE} if has_own_file else {}))
     is_zero = job.engine is Engine.DEEPSPEED and not has_own_file
     source = deepspeed_name(old.zero_stage) if is_zero else job.engine.label
     if source == TARGETS[target]:
         return Migration(source, source, before, before)
     named = {"layer_class": layer_class} if layer_class else {}
-    changes = rewrite(document, job, old, to_answers(_retargeted(written, job, target) | named))
+    changes = rewrite(document, job, old, unchecked_answers(_retargeted(written, job, target) | named))
     title = f"Migrated from {source} to {TARGETS[target]}. The command below made the original file."
     text = header.retitle(yaml_file.dump(document), title)
     return Migration(source, TARGETS[target], before, text.replace(f" {EXPERT_FLAG} {old.ep}", ""), tuple(changes))

@@ -107,7 +107,7 @@ def settle(question: Question, context: Context, value: Any) -> Context:
     if check := getattr(validation, f"check_{question.field}", None):
         return store(question, context, check(context, value))
     is_number = question.field in validation.NUMBERS
-    return store(question, context, validation.number(question.field, value) if is_number else value)
+    return store(question, context, validation.whole_number(question.field, value) if is_number else value)
 
 
 def store(question: Question, context: Context, value: Any) -> Context:

@@ -141,7 +141,7 @@ NUMBERS = {
 """The questions for a number from 1 on: the usual one, the largest, and why it is one."""
 
 
-def number(question: str, value: Any, usual: int = 0) -> int:
+def whole_number(question: str, value: Any, usual: int = 0) -> int:
     """Refuses what is no whole number in the range of a question."""
     default, most, why = NUMBERS[question]
     flag, text = flag_of(question), str(value).strip()
@@ -158,18 +158,18 @@ def check_seq_len(context: Context, value: Any) -> int | None:
 
     if value is None:
         return None
-    length, problem = number("seq_len", value), recommended.problem_of(context)
+    length, problem = whole_number("seq_len", value), recommended.problem_of(context)
     recorded = (problem.shape,) if problem else trace_store.find(context["model"])
     return length_of(recorded[0], length) if recorded else length
 
 
 def check_batch(context: Context, value: Any) -> int:
-    return 0 if value == 0 else number("batch", value)
+    return 0 if value == 0 else whole_number("batch", value)
 
 
 def check_num_machines(context: Context, value: Any) -> int:
     described = machines.parse(context["gpus"])[1]
-    count = number("num_machines", value, described)
+    count = whole_number("num_machines", value, described)
     if described not in (1, count):
         fix = f"--num-machines {described}, or describe one machine alone"
         what = f"--num-machines {count} contradicts --gpus {context['gpus']}"
@@ -180,7 +180,7 @@ def check_num_machines(context: Context, value: Any) -> int:
 def check_num_processes(context: Context, value: Any) -> int:
     """Refuses numbers that the machine doesn't have GPUs for, or with which there is nothing to share."""
     hosts, gpus = context["num_machines"], context.machine.count * context["num_machines"]
-    total = number("num_processes", value, gpus or hosts)
+    total = whole_number("num_processes", value, gpus or hosts)
     if 0 < gpus < total:
         fix = f"--num-processes {gpus}, or describe the machine: --gpus {total // hosts}xNAME"
         raise UserError(f"--num-processes {total} on {gpus} GPUs", why="each process drives one GPU", fix=fix)
@@ -195,7 +195,7 @@ def check_num_processes(context: Context, value: Any) -> int:
 
 def check_tp(context: Context, value: Any) -> int:
     """Refuses groups of ranks over several machines."""
-    here, size = context["num_processes"] // context["num_machines"], number("tp", value)
+    here, size = context["num_processes"] // context["num_machines"], whole_number("tp", value)
     if size > 1 and here % size:
         sizes = " or ".join(str(size) for size in range(2, here + 1) if here % size == 0)
         what = f"--tp {size} does not divide the {here} processes of a machine"
