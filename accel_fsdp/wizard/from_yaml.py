@@ -30,7 +30,7 @@ UNKNOWN = (None, -1)
 
 
 def answers_in(job: JobConfig) -> dict[str, Any]:
-    """The answers that would produce this YAML, as far as the wizard has questions; unreadable ones as written.
+    """The answers that would produce this YAML, as far as the wizard has questions; unreadable ones are text.
 
     A missing key means Accelerate's default, not the wizard's. Model, method, machine and length are not in a YAML but
     read from the command in our own header, if there is one.
@@ -51,7 +51,8 @@ def answers_in(job: JobConfig) -> dict[str, Any]:
     for place, field in KEYS.items():
         value = effective(job, *place) if engine in BY_NAME[place].engines else None
         if value not in UNKNOWN:
-            answers[field] = class_names(value) if BY_NAME[place].kind is Kind.NAMES else value
+            value = class_names(value) if BY_NAME[place].kind is Kind.NAMES else value
+            answers[field] = value if is_readable(BY_NAME[place], value) else str(value)
     if job.is_fsdp:
         answers["fsdp_version"] = 1 if engine is Engine.FSDP1 else 2
     if engine is Engine.FSDP2:  # hybrid sharding and tensor parallelism are in the mesh, experts in the launch line
@@ -121,8 +122,8 @@ def unchecked_answers(given: Mapping[str, Any]) -> Answers:
             values[name] = int(value) if str(value).isdecimal() else values[name]
         elif kind is tuple:
             values[name] = tuple(filter(None, value.split(",")))
-        elif kind is str:
+        elif kind is bool:
+            values[name] = str(value).lower() == "true"
+        else:
             values[name] = str(value)
-        elif kind in (type(value), type(None)):
-            values[name] = value
     return Answers(**values)
