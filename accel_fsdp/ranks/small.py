@@ -160,6 +160,9 @@ def _shorten_texts(module: ModuleType) -> None:
 
 def _cut_arguments(module: ModuleType) -> None:
     def cut(arguments: Any) -> None:
+        if arguments.output_dir:  # which may hold a real run
+            _report(f"output_dir {arguments.output_dir} -> a folder that is removed")
+        arguments.output_dir = f"{os.environ[SMALL]}.output"
         _limit(arguments, BATCHES, BATCH)
         _limit(arguments, LENGTHS, TOKENS)
 

@@ -81,14 +81,16 @@ LISTED = {
 def test_a_script_with_trainer_and_peft(hub: str, tmp_path: Path) -> None:
     (script := tmp_path / "train.py").write_text(WITH_TRAINER)
     (events := tmp_path / "events").mkdir()
+    (earlier := tmp_path / "out" / "checkpoint-4").mkdir(parents=True)
     variables = {"HF_HOME": hub, "ACCEL_FSDP_EVENTS": str(events), "ACCEL_FSDP_SMALL": str(tmp_path / "small")}
     words = [sys.executable, "-m", "accel_fsdp.ranks", script, NAME, tmp_path / "out", CHAT_DATA / "train.jsonl"]
     done = run(words, CUDA_VISIBLE_DEVICES="", **variables)
     assert done.code == 0, done.output
+    assert [*earlier.parent.rglob("*")] == [earlier]  # the real run's
     lines = {e.content["what"]: e.content["line"] for e in ranks.read(events) if e.kind == "made-small"}
-    assert not any(
-        e.content["path"].startswith(variables["ACCEL_FSDP_SMALL"]) for e in ranks.read(events) if e.kind == "saved"
-    )
+    assert f"output_dir {tmp_path}/out -> a folder that is removed" in lines
+    small = f"{tmp_path}/small/"
+    assert not any(e.content["path"].startswith(small) for e in ranks.read(events) if e.kind == "saved")
     text = WITH_TRAINER.splitlines()
     assert {what: lines.get(what, "") for what in LISTED if not line_of(text, lines, what)} == {}
 
