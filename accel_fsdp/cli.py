@@ -17,7 +17,7 @@ from accel_fsdp import __version__, command_line
 from accel_fsdp.errors import NotInstalled, UsageError, did_you_mean, guard, is_installed, to_stdout
 
 BEFORE_ARGS = {"launch": 2, "script": 3}
-"""The number of positional words before the arguments of a script: FILE SCRIPT, and ENGINE before them."""
+"""The number of positional words before the arguments of a script: FILE SCRIPT, and SCHEDULER before them."""
 
 
 RARE_COLLECTIONS = (100_000, 100, 100)
@@ -286,7 +286,7 @@ COMMANDS = {
         has_script=True,
     ),
     "script": Command(
-        "Write the job file of a cluster: accel-fsdp script ENGINE [flags] FILE SCRIPT [script arguments].",
+        "Write the job file of a cluster: accel-fsdp script SCHEDULER [flags] FILE SCRIPT [script arguments].",
         "accel_fsdp.launch.script:ScriptCommand",
         "accel_fsdp.launch.script:write",
         has_script=True,

@@ -33,7 +33,6 @@ from .schema import short_name as short_name
 from .schema import size_key as size_key
 from .vocabulary import ANY_FSDP as ANY_FSDP
 from .vocabulary import ANY_ZERO as ANY_ZERO
-from .vocabulary import CLUSTER_ENGINES as CLUSTER_ENGINES
 from .vocabulary import DDP_TYPES as DDP_TYPES
 from .vocabulary import DEFAULT_ZERO_STAGE as DEFAULT_ZERO_STAGE
 from .vocabulary import DISTRIBUTED_TYPES as DISTRIBUTED_TYPES
@@ -49,6 +48,7 @@ from .vocabulary import MULTI_CPU as MULTI_CPU
 from .vocabulary import OTHER_ENGINES as OTHER_ENGINES
 from .vocabulary import PLACING as PLACING
 from .vocabulary import RESHARDS as RESHARDS
+from .vocabulary import SCHEDULERS as SCHEDULERS
 from .vocabulary import STATE_DICT_TYPES as STATE_DICT_TYPES
 from .vocabulary import STRATEGIES as STRATEGIES
 from .vocabulary import TARGETS as TARGETS
@@ -56,17 +56,17 @@ from .vocabulary import TORCH_DTYPES as TORCH_DTYPES
 from .vocabulary import TORCH_STRATEGIES as TORCH_STRATEGIES
 from .vocabulary import ZERO_STAGES as ZERO_STAGES
 from .vocabulary import ZERO_TWINS as ZERO_TWINS
-from .vocabulary import ClusterWord as ClusterWord
 from .vocabulary import Embeddings as Embeddings
 from .vocabulary import Engine as Engine
 from .vocabulary import EngineName as EngineName
 from .vocabulary import Method as Method
 from .vocabulary import MigrationTarget as MigrationTarget
 from .vocabulary import Precision as Precision
+from .vocabulary import SchedulerWord as SchedulerWord
 from .vocabulary import StateDictType as StateDictType
 from .vocabulary import WrapPolicy as WrapPolicy
 from .vocabulary import deepspeed_name as deepspeed_name
-from .vocabulary import engines_taking as engines_taking
+from .vocabulary import schedulers_taking as schedulers_taking
 from .vocabulary import zero_name as zero_name
 from .yaml_file import ReadConfig as ReadConfig
 from .yaml_file import dump as dump

@@ -45,11 +45,11 @@ def comment(title: str, made_by: str, launch: str) -> list[str]:
 def launch_line(path: str, script: Iterable[str], *, place: str = "", expandable: bool = True) -> str:
     """The command that runs a script, with its arguments, on the YAML at `path`.
 
-    `place` is "rank" if the user gives each machine's rank, and "engine" if a cluster engine gives rank and address;
+    `place` is "rank" if the user gives each machine's rank, and "scheduler" if a scheduler gives rank and address;
     `expandable` sets PyTorch's allocator to expandable segments.
     """
     rank = ("--machine_rank", "0") if place == "rank" else ()
-    words = ["accel-fsdp", "launch", path] if place == "engine" else ["accelerate", "launch", "--config_file", path]
+    words = ["accel-fsdp", "launch", path] if place == "scheduler" else ["accelerate", "launch", "--config_file", path]
     variables = EXPANDABLE_SEGMENTS if expandable else {}
     return shlex.join([*(f"{name}={value}" for name, value in variables.items()), *words, *rank, *script])
 

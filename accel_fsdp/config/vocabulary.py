@@ -1,4 +1,4 @@
-"""The names that an Accelerate YAML and its users give to methods, engines, strategies, dtypes and cluster engines."""
+"""The names that an Accelerate YAML and its users give to methods, engines, strategies, dtypes and schedulers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -119,16 +119,16 @@ TARGETS: Mapping[MigrationTarget, str] = {
 EXPERT_FIELD = "expert_parallel_size"
 EXPERT_FLAG = f"--{EXPERT_FIELD}"
 """The flag of `train/sft.py` for experts, which Accelerate has no key for."""
-ClusterWord = Literal["slurm", "kubernetes", "skypilot", "torchrun"]
+SchedulerWord = Literal["slurm", "kubernetes", "skypilot", "torchrun"]
 
 
 @dataclass(frozen=True)
-class ClusterEngine:
+class Scheduler:
     """`submit` is the command that takes its job file.
 
-    `takes` are the flags of `accel-fsdp script` that this engine supports, and some others don't.
+    `takes` are the flags of `accel-fsdp script` that this scheduler supports, and some others don't.
 
-    `places`: whether `accel-fsdp launch` reads a machine's number and the first machine's address from the engine's
+    `places`: whether `accel-fsdp launch` reads a machine's number and the first machine's address from the scheduler's
     variables. Otherwise the user gives them.
     """
 
@@ -138,14 +138,14 @@ class ClusterEngine:
     takes: frozenset[str] = frozenset()
 
 
-CLUSTER_ENGINES: Mapping[ClusterWord, ClusterEngine] = {
-    "slurm": ClusterEngine("SLURM", "sbatch"),
-    "kubernetes": ClusterEngine("Kubernetes", "kubectl create -f", takes=frozenset({"--image"})),
-    "skypilot": ClusterEngine("SkyPilot", "sky jobs launch", takes=frozenset({"--image", "--spot"})),
-    "torchrun": ClusterEngine("torchrun", "bash", places=False),
+SCHEDULERS: Mapping[SchedulerWord, Scheduler] = {
+    "slurm": Scheduler("SLURM", "sbatch"),
+    "kubernetes": Scheduler("Kubernetes", "kubectl create -f", takes=frozenset({"--image"})),
+    "skypilot": Scheduler("SkyPilot", "sky jobs launch", takes=frozenset({"--image", "--spot"})),
+    "torchrun": Scheduler("torchrun", "bash", places=False),
 }
-PLACING = [engine.title for engine in CLUSTER_ENGINES.values() if engine.places]
+PLACING = [scheduler.title for scheduler in SCHEDULERS.values() if scheduler.places]
 
 
-def engines_taking(flag: str) -> list[str]:
-    return [word for word, engine in CLUSTER_ENGINES.items() if flag in engine.takes]
+def schedulers_taking(flag: str) -> list[str]:
+    return [word for word, scheduler in SCHEDULERS.items() if flag in scheduler.takes]

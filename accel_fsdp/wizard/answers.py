@@ -68,9 +68,9 @@ class Answers:
     ep: int = 1
 
     @property
-    def place(self) -> Literal["", "rank", "engine"]:
-        """What has to give a machine's rank: nothing, the user, or a cluster engine such as SLURM and its address."""
-        return "" if self.num_machines == 1 else "rank" if self.main_process_ip else "engine"
+    def place(self) -> Literal["", "rank", "scheduler"]:
+        """What has to give a machine's rank: nothing, the user, or a scheduler such as SLURM and its address."""
+        return "" if self.num_machines == 1 else "rank" if self.main_process_ip else "scheduler"
 
     @property
     def mesh(self) -> dict[str, int]:

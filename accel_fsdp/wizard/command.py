@@ -171,8 +171,8 @@ def _say_how_to_train(answers: Answers) -> None:
         _warn((f"note: {what if answers.auto_class else unread}; launch a script of your own:",))
         return
     hint = ", on each machine with its own --machine_rank" if answers.num_machines > 1 else ""
-    engine = ", in a job of SLURM, Kubernetes or another engine"
-    console.say(f"train with{engine if answers.place == 'engine' else hint}:")
+    scheduler = ", in a job of SLURM, Kubernetes or another scheduler"
+    console.say(f"train with{scheduler if answers.place == 'scheduler' else hint}:")
 
 
 def default_config() -> Path:

@@ -204,7 +204,7 @@ def check_tp(context: Context, value: Any) -> int:
 
 
 def check_main_process_ip(context: Context, value: Any) -> str:
-    """Refuses invalid addresses; an empty one is left to the cluster engine."""
+    """Refuses invalid addresses; an empty one is left to the scheduler."""
     text = str(value).strip()
     if text and (problem := machines.address_problem(text)):
         what, example = f"--main-process-ip {text[:LONGEST_SHOWN]} is not an address", "such as 10.0.0.1"

@@ -11,7 +11,7 @@ import yaml
 from conftest import ROOT, SFT, here
 from test_place import ENGINES, TWO, YAML, ZERO3
 
-from accel_fsdp.config import CLUSTER_ENGINES
+from accel_fsdp.config import SCHEDULERS
 
 ONE = f"{YAML}num_machines: 1\nnum_processes: 4\n"
 TRAINS = ("--model_name_or_path", "a model", "--output_dir", "/shared/runs/first")
@@ -203,7 +203,7 @@ def test_torchrun_is_called_with_flags_that_it_has(number: str, write: Write, tm
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("engine", CLUSTER_ENGINES)
+@pytest.mark.parametrize("engine", SCHEDULERS)
 def test_files_have_a_place_for_tokens_and_none_is_overwritten(engine: str, write: Write, tmp_path: Path) -> None:
     words = (*TRAINS, "--prompt", "a\tb :smile: [bold]x[/] ${{ run.args }} $$")
     text = write(engine, TWO, *H100S, words=words)

@@ -1,4 +1,4 @@
-"""The command `accel-fsdp script`: job files for the engines of clusters from one YAML."""
+"""The command `accel-fsdp script`: job files for schedulers from one YAML."""
 
 import lazy_loader
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from accel_fsdp import atomic_files, command_line, console
-from accel_fsdp.config import CLUSTER_ENGINES, JobConfig, engines_taking, header, read_config, yaml_file
+from accel_fsdp.config import SCHEDULERS, JobConfig, header, read_config, schedulers_taking, yaml_file
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import MachineFacts, machines
 from accel_fsdp.job import from_yaml
@@ -21,7 +21,7 @@ from accel_fsdp.units import counted
 
 CPUS_PER_GPU = 4
 FIRST_MACHINE = "machine-0"
-"""A placeholder for the address that the engine provides, because the linter requires one."""
+"""A placeholder for the address that the scheduler provides, because the linter requires one."""
 FORMS = {
     "name": (r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", "small letters, digits and -, a letter first, 40 at most"),
     "shared": (r"/[\w./+-]*", "an absolute path of letters, digits and . _ + -"),
@@ -62,8 +62,8 @@ def write(options: ScriptCommand, script_args: tuple[str, ...]) -> int:
         return 0
     atomic_files.write_text(options.output, f"{job.text()}\n")
     console.say(f"written: {options.output}", style="green")
-    by_hand = " NUMBER ADDRESS, on each machine" if options.engine == "torchrun" and job.machines > 1 else ""
-    console.say(f"next: {CLUSTER_ENGINES[options.engine].submit} {shlex.quote(str(options.output))}{by_hand}")
+    by_hand = " NUMBER ADDRESS, on each machine" if options.scheduler == "torchrun" and job.machines > 1 else ""
+    console.say(f"next: {SCHEDULERS[options.scheduler].submit} {shlex.quote(str(options.output))}{by_hand}")
     if job.seconds:
         console.say(f"time limit: {timedelta(seconds=job.seconds)} (hours:minutes:seconds)")
     return 0
@@ -74,12 +74,12 @@ def _check_flags(options: ScriptCommand) -> None:
         raise UsageError(
             "script - reads the YAML from stdin",
             why="the machines of the job would have no file to read",
-            fix="accel-fsdp script ENGINE FILE SCRIPT, with a file that the machines see",
+            fix="accel-fsdp script SCHEDULER FILE SCRIPT, with a file that the machines see",
         )
     for flag, is_used in {"--image": options.image, "--spot": options.spot}.items():
-        if is_used and options.engine not in (engines := engines_taking(flag)):
-            why, fix = "its job file has no place for it", f"leave out {flag}; it is for {' and '.join(engines)}"
-            raise UsageError(f"{flag} for {options.engine}", why=why, fix=fix)
+        if is_used and options.scheduler not in (takers := schedulers_taking(flag)):
+            why, fix = "its job file has no place for it", f"leave out {flag}; it is for {' and '.join(takers)}"
+            raise UsageError(f"{flag} for {options.scheduler}", why=why, fix=fix)
     for name, (pattern, form) in FORMS.items():
         value, flag = getattr(options, name), command_line.flag_of(name)
         if value is not None and not re.fullmatch(pattern, str(value), re.ASCII):
@@ -92,7 +92,7 @@ def _check_script(job: JobFile, script_args: tuple[str, ...], arguments: Mapping
     for name in filter(meeting.SECRET.fullmatch, arguments):
         warning = f"warning: the job file holds the secret of --{name}, and others may read it: leave the flag out, and"
         console.say(f"{warning} set HF_TOKEN or WANDB_API_KEY, as a comment in the job file shows", style="yellow")
-    if not job.uses_sft and job.flags.engine == "torchrun":
+    if not job.uses_sft and job.flags.scheduler == "torchrun":
         raise UsageError(
             f"torchrun reads no Accelerate YAML, and {job.flags.script} doesn't either",
             why="the script would train without FSDP",
@@ -103,10 +103,10 @@ def _check_script(job: JobFile, script_args: tuple[str, ...], arguments: Mapping
         raise UsageError(
             f"{flag} after SCRIPT would be the script's",
             why="the job would end when it starts",
-            fix=f"accel-fsdp script ENGINE {flag.partition('=')[0]} ... FILE SCRIPT [script arguments]",
+            fix=f"accel-fsdp script SCHEDULER {flag.partition('=')[0]} ... FILE SCRIPT [script arguments]",
         )
     output = str(arguments.get("output_dir", ""))
-    if job.uses_sft and job.flags.engine == "skypilot" and not f"{output}/".startswith(f"{job.folder}/"):
+    if job.uses_sft and job.flags.scheduler == "skypilot" and not f"{output}/".startswith(f"{job.folder}/"):
         raise UsageError(
             f"--output_dir {output or 'is missing'}, and SkyPilot gives each start a separate disk",
             why="a later start would find no checkpoint, and other machines not the shards of this one",
@@ -117,7 +117,7 @@ def _check_script(job: JobFile, script_args: tuple[str, ...], arguments: Mapping
 
 def _job_file(options: ScriptCommand, config: JobConfig, script_args: tuple[str, ...]) -> JobFile:
     count, gpus, kind = _machines(options, config)
-    if options.engine == "skypilot" and (kind is None or kind.accelerator is None):
+    if options.scheduler == "skypilot" and (kind is None or kind.accelerator is None):
         raise UsageError(
             f"{options.file} doesn't say which GPU",
             why="SkyPilot looks for machines that have it",
@@ -165,8 +165,8 @@ def _machines(options: ScriptCommand, config: JobConfig) -> tuple[int, int, Mach
 
 
 def _machine_0(job: JobFile) -> place.Place:
-    """Machine 0's place in the job, with the address that the engine will provide."""
-    title = CLUSTER_ENGINES[job.flags.engine].title
+    """Machine 0's place in the job, with the address that the scheduler will provide."""
+    title = SCHEDULERS[job.flags.scheduler].title
     values: dict[str, object] = {"num_machines": job.machines, "num_processes": job.machines * job.gpus}
     values |= {"machine_rank": 0, **({"main_process_ip": FIRST_MACHINE} if job.machines > 1 else {})}
     return place.Place(title, {name: place.SourcedValue(values[name], f"machine 0 of {title}") for name in values})

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Optional
 
 from accel_fsdp.command_line import arg, positional
-from accel_fsdp.config import CLUSTER_ENGINES, ClusterWord, engines_taking
+from accel_fsdp.config import SCHEDULERS, SchedulerWord, schedulers_taking
 from accel_fsdp.units import listed
 
 
@@ -13,7 +13,7 @@ from accel_fsdp.units import listed
 class ScriptCommand:
     """The flags before the script; the script's own arguments follow it."""
 
-    engine: Annotated[ClusterWord, positional(f"{listed(CLUSTER_ENGINES, 'or')}.", "ENGINE")]
+    scheduler: Annotated[SchedulerWord, positional(f"{listed(SCHEDULERS, 'or')}.", "SCHEDULER")]
     file: Annotated[Path, positional("An Accelerate YAML.", "FILE")]
     script: Annotated[Path, positional("The training script, for example train/sft.py.", "SCRIPT")]
     output: Annotated[Optional[Path], arg("The job file to write.", "FILE", default="it is printed", alias="-o")] = None
@@ -30,16 +30,17 @@ class ScriptCommand:
     grace: Annotated[int, arg("Time to save a checkpoint, between the signal to stop and the end.", "SECONDS")] = 120
     cpus: Annotated[Optional[int], arg("CPU cores of one machine.", "N", default="4 for each GPU")] = None
     host_memory: Annotated[
-        Optional[int], arg("Memory of one machine.", "GIB", default="under SLURM all of it, else the engine's default")
+        Optional[int],
+        arg("Memory of one machine.", "GIB", default="under SLURM all of it, else its own default"),
     ] = None
     shared: Annotated[
         Optional[str],
         arg("Absolute path of a folder that all machines share.", "FOLDER", default="/shared in containers"),
     ] = None
     image: Annotated[
-        Optional[str], arg(f"Container image, for {listed(engines_taking('--image'), 'and')}.", "IMAGE")
+        Optional[str], arg(f"Container image, for {listed(schedulers_taking('--image'), 'and')}.", "IMAGE")
     ] = None
     spot: Annotated[
-        bool, arg(f"Use cheaper machines that may be taken away, for {listed(engines_taking('--spot'), 'and')}.")
+        bool, arg(f"Use cheaper machines that may be taken away, for {listed(schedulers_taking('--spot'), 'and')}.")
     ] = False
     no_check: Annotated[bool, arg("Write the file even if the linter finds errors; they are still shown.")] = False

@@ -40,9 +40,9 @@ class JobFile:
 
     def text(self) -> str:
         """The template without the lines that name a missing value; an `if_` is empty or missing."""
-        is_yaml = self.flags.engine in ("kubernetes", "skypilot")
+        is_yaml = self.flags.scheduler in ("kubernetes", "skypilot")
         folder = resources.files(__package__).joinpath("templates")
-        template = folder.joinpath(f"{self.flags.engine}.{'yaml' if is_yaml else 'sh'}").read_text(encoding="utf-8")
+        template = folder.joinpath(f"{self.flags.scheduler}.{'yaml' if is_yaml else 'sh'}").read_text(encoding="utf-8")
         values, lines = self._values(), []
         for line in template.splitlines():
             names = [match["named"] or match["braced"] for match in JobTemplate.pattern.finditer(line)]
@@ -95,14 +95,14 @@ class JobFile:
         """The words that start the script, for bash; each flag of the script is on a line with its values."""
         script, unchecked = str(self.flags.script), ["--no-check"] if self.flags.no_check else []
         words = ["accel-fsdp", "launch", *unchecked, str(self.flags.file), script]
-        if self.flags.engine == "torchrun":
+        if self.flags.scheduler == "torchrun":
             words = [script, "--accelerate_config", str(self.flags.file)]
         lines = [shlex.join(words)]
         for word in self.words:
             before = "        " if word.startswith("--") else f"{lines.pop()} "
             lines.append(f"{before}{shlex.quote(word)}")
         text = " \\\n".join(lines)
-        return text.replace("$", "$$") if self.flags.engine == "kubernetes" else text  # it makes $ of $$
+        return text.replace("$", "$$") if self.flags.scheduler == "kubernetes" else text  # it makes $ of $$
 
     def _skypilots_gpu(self) -> str | None:
         if not (self.kind and self.kind.accelerator):
