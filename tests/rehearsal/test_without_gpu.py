@@ -66,7 +66,7 @@ def test_libraries_see_no_gpu(tmp_path: Path) -> None:
         assert done.output.strip() == sees
 
 
-ASKING = """
+IN_A_CONTEXT = """
 import torch
 with torch.device("meta"):
     torch.cuda.synchronize()
@@ -78,7 +78,7 @@ places = torch.ones(1).device, torch.ones(1, device="cuda").device
 def test_a_gpu_that_is_asked_for_within_a_device_context(tmp_path: Path) -> None:
     """The context ends with its block, and devices are translated after it."""
     (tmp_path / "deep").mkdir()
-    (tmp_path / "deep/asking.py").write_text(ASKING)
+    (tmp_path / "deep/asking.py").write_text(IN_A_CONTEXT)
     (tmp_path / "train.py").write_text("from deep import asking\nprint(*asking.places)\n")
     done = run([sys.executable, "-m", "accel_fsdp.ranks", tmp_path / "train.py"], CUDA_VISIBLE_DEVICES="")
     assert done.output.strip() == "cpu cpu"
