@@ -7,7 +7,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.panel import Panel
 from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.table import Table
@@ -45,17 +44,6 @@ def answered(question: str, answer: str) -> None:
 def clear() -> None:
     """Clears the terminal, so that the next screen is whole."""
     messages.clear()
-
-
-def show_yaml(text: str, title: str) -> None:
-    from rich.syntax import Syntax  # it loads a lexer, which few commands need
-
-    messages.print(
-        Panel(
-            Syntax(printable(text.rstrip()), "yaml", word_wrap=True, background_color="default"),
-            title=Text(one_line(title)),
-        )
-    )
 
 
 def put(text: str, style: str = "", wrap: bool = False, lines: bool = False) -> None:

@@ -16,7 +16,7 @@ FLAGS = ["--model", "meta-llama/Llama-3.1-8B", "--gpus", "8xH100-80GB", "-o", "f
 ENTER = "\r"
 COMMAND = "accel-fsdp config " + " ".join(FLAGS)
 ASKED = (
-    *("What do you train?", "How many machines?", "How many tokens has a sequence?", "Which engine?"),
+    *("What do you train?", "How many machines?", "How many tokens per sequence?", "Which engine?"),
     *("Which sharding strategy?", "Which precision?", "(CPU offload)?", "(activation checkpointing)?"),
     *("(micro-batch)?", "How are checkpoints written?", "Write fsdp.yaml?"),
 )

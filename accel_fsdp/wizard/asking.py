@@ -78,10 +78,10 @@ def _ask(question: Question, context: Context, before: Any) -> Any:
     The default is grey and disappears on typing; an earlier answer `before` can be edited.
     """
     while True:
-        answer, shown = (_ask_text if not question.meanings else _ask_choice)(question, context, before)
+        answer = (_ask_choice if question.meanings else _ask_text)(question, context, before)
         if answer is BACK:
             return answer
-        console.answered(question.title, shown)
+        console.answered(question.title, flag_text(answer))
         try:
             settle(question, context, answer)
             if question.field == "model":
@@ -95,41 +95,34 @@ def _ask(question: Question, context: Context, before: Any) -> Any:
             console.say(str(at_prompt), style="red", wrap=True, lines=True)
 
 
-def _ask_text(question: Question, context: Context, before: Any) -> tuple[Any, str]:
+def _ask_text(question: Question, context: Context, before: Any) -> Any:
     value, reason = question.default(context)
     default, typed = flag_text(value), "" if before is None else flag_text(before)
-    first, instruction = _fit_lines(question.prompt, reason, room=len(default) + 2)
     grey = [("class:instruction", default)]
-    answer = _run(questionary.text(first, default=typed, instruction=instruction + " ", placeholder=grey)) or default
-    return answer, answer
+    hint = _in_parentheses(reason) + " "
+    text = questionary.text(_fill(question.prompt), default=typed, instruction=hint, placeholder=grey)
+    return _run(text) or default
 
 
-def _ask_choice(question: Question, context: Context, before: Any) -> tuple[Any, str]:
+def _ask_choice(question: Question, context: Context, before: Any) -> Any:
     value, reason = question.default(context)
     proposed = value if before is None else before
-    options = [option for option in question.options(context) if option.offered or option.value == proposed]
+    hints = {value: f"proposed: {reason}"}
     choices = [
-        _choice(
-            question.label(option.value, context),
-            option.value,
-            option.disabled,
-            f"proposed: {reason}" if option.value == value else "",
-        )
-        for option in options
+        _choice(question.label(option, context), option, hints.get(option))
+        for option in question.meanings
+        if str(option) == str(proposed) or option in question.options(context)
     ]
-    free = [choice for choice in choices if not choice.disabled]
-    default = next((choice for choice in free if str(choice.value) == str(proposed)), free[0])
-    prompt = _fill(question.prompt, start=4, indent=2)  # questionary adds two spaces
-    answer = _run(questionary.select(prompt, choices, default=default, instruction=" ", use_jk_keys=False))
-    label = next((question.label(option.value, context) for option in options if option.value == answer), "")
-    return answer, label.rpartition(": ")[0] or label
+    default = next((choice for choice in choices if str(choice.value) == str(proposed)), choices[0])
+    prompt = _fill(question.prompt)
+    return _run(questionary.select(prompt, choices, default=default, instruction=" ", use_jk_keys=False))
 
 
 def pick(text: str, rows: Sequence[tuple[str, str]], instruction: str) -> Any:
     """Lets the user pick one of several rows (value, label); Escape returns BACK. Leaves nothing on the screen."""
     choices = [_choice(label, value) for value, label in rows]
-    first, hint = _fit_lines(text, instruction)
-    return _run(questionary.select(first, choices, instruction=hint, use_jk_keys=False))
+    hint = _in_parentheses(instruction)
+    return _run(questionary.select(_fill(text), choices, instruction=hint, use_jk_keys=False))
 
 
 def confirm(text: str, default: bool) -> bool:
@@ -139,40 +132,20 @@ def confirm(text: str, default: bool) -> bool:
     return answer
 
 
-def pause() -> None:
-    """Waits for a key, so that the user can read the output."""
-    _run(questionary.press_any_key_to_continue("Any key goes back to the review"))
+def _in_parentheses(text: str) -> str:
+    """A line of its own below the prompt."""
+    return f"\n  {_fill(f'({text})', indent=3)}"
 
 
-def _fit_lines(prompt: str, reason: str, room: int = 0) -> tuple[str, str]:
-    """Prompt and reason, broken between words; the reason gets its own lines if it doesn't fit with `room`."""
-    first, instruction = _fill(prompt, start=2, indent=2), f"({reason})"
-    end = len(first.splitlines()[-1]) + 3
-    if end + len(instruction) + room < _columns():
-        return first, instruction
-    return first, "\n  " + _fill(instruction, start=2, indent=3)
+def _choice(label: str, value: Any, hint: str | None = None) -> questionary.Choice:
+    """An option, whose hint shows while it is highlighted."""
+    return questionary.Choice(_fill(label, indent=5), value=value, description=hint)
 
 
-def _choice(label: str, value: Any, disabled: str = "", hint: str = "") -> questionary.Choice:
-    """An option broken between words, whose hint shows while it is highlighted.
-
-    Questionary draws a disabled one as `- label (why)`.
-    """
-    label = _fill(label, start=5, indent=5)
-    why = _fill(disabled, start=len(label.splitlines()[-1]) + 7, indent=5)
-    return questionary.Choice(label, value=value, disabled=why or None, description=hint or None)
-
-
-def _fill(text: str, start: int, indent: int) -> str:
-    """`text` in lines of the terminal's width; the first begins in column `start`, the others in column `indent`."""
-    first, others = " " * start, " " * indent
-    filled = textwrap.fill(text, _columns() - 1, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
-    return filled.lstrip(" ")
-
-
-def _columns() -> int:
-    """The terminal's width, which prompt_toolkit draws in, regardless of the variable COLUMNS."""
-    return get_app_session().output.get_size().columns
+def _fill(text: str, indent: int = 2) -> str:
+    """`text` broken between words, for the width that prompt_toolkit draws in, regardless of the variable COLUMNS."""
+    width = get_app_session().output.get_size().columns - indent - 1
+    return ("\n" + " " * indent).join(textwrap.wrap(text, width, break_on_hyphens=False))
 
 
 def _run(question: questionary.Question) -> Any:

@@ -19,7 +19,7 @@ from accel_fsdp.wizard.presets import PRESETS
 from accel_fsdp.wizard.questions import applying, is_shown
 from accel_fsdp.wizard.rewriting import Change, refusal, rewrite
 
-WRITE, SHOW, QUIT = "write", "show", "quit"
+WRITE, QUIT = "write", "quit"
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,6 @@ def configure(options: WizardOptions, flags: Mapping[str, str]) -> int:
     is_guarded = str(output) != "-" and not options.force and (options.output or not options.from_file)
     if is_guarded and not interactive:
         atomic_files.refuse_existing(output)
-    if is_guarded and not options.from_file and atomic_files.is_taken(output):
-        console.say(f"{output} exists; before it is overwritten you will be asked.", style="yellow", wrap=True)
     original, written = _read(options.from_file, flags) if options.from_file else (None, {})
     if options.preset is not None and options.preset not in PRESETS:
         what = f"there is no preset {options.preset}.{did_you_mean(options.preset, PRESETS)}"
@@ -112,16 +110,12 @@ class Review:
             rows = [(q.field, f"{q.title:25} {to_yaml.flag_text(getattr(answers, q.field))}") for q in asked]
             chosen = asking.pick(
                 f"Write {place}?",
-                [(WRITE, "Write it"), *rows, (SHOW, "Show the YAML"), (QUIT, "Quit, write nothing")],
+                [(WRITE, "Write it"), *rows, (QUIT, "Quit, write nothing")],
                 "Enter on a line; Escape goes back" if self.session.asked else "Enter on a line",
             )
             if chosen == WRITE and self.may_write(text, changes):
                 return self.write(answers, text, [])
-            if chosen == SHOW:
-                console.show_yaml(text, place)
-                self.show_diff(text)
-                asking.pause()
-            elif chosen == QUIT:
+            if chosen == QUIT:
                 console.say("nothing written")
                 return 1
             elif chosen is asking.BACK:

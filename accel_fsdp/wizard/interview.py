@@ -9,11 +9,10 @@ from typing import Any
 
 from accel_fsdp import console, models
 from accel_fsdp.command_line import parse_command_line
-from accel_fsdp.config import DEFAULT_PORT, EXPERT_FIELD, EXPERT_FLAG, JobConfig, script_arguments, size_key
+from accel_fsdp.config import DEFAULT_PORT, EXPERT_FLAG, script_arguments, size_key
 from accel_fsdp.errors import UsageError, UserError, joined
-from accel_fsdp.hardware import MachineFacts, host, machines
-from accel_fsdp.job import from_yaml
-from accel_fsdp.models import ModelFacts, catalogue, remote_code, state_bytes
+from accel_fsdp.hardware import MachineFacts, host
+from accel_fsdp.models import ModelFacts, catalogue, remote_code
 from accel_fsdp.units import parameters
 from accel_fsdp.wizard import recommended, to_yaml, validation
 from accel_fsdp.wizard.answers import MESH, Answers, Context
@@ -136,46 +135,14 @@ def answers(session: Interview) -> Answers:
 def warnings(session: Interview) -> tuple[str, ...]:
     """Cautions and the plan's objections to the answers of a finished interview, line by line."""
     context = session.settled()
-    machine, number = context.machine, context["num_machines"]
     lines = [f"warning: {caution}" for caution in validation.cautions(context)]
-    if context["method"] == "qlora" and context.model and context.model.fused_experts:
-        lines.append(f"note: {state_bytes.experts_in_16_bits(context.model.fused_experts)}")
-    if number > 1 and not context["main_process_ip"]:
+    if context["num_machines"] > 1 and not context["main_process_ip"]:
         lines.append(NO_ADDRESS)
-    if context["mixed_precision"] == "bf16" and machine.count and not machines.has_bf16(machine):
-        units = f"{machine.accelerator} has no bf16 units and computes it at the rate of float32"
-        lines.append(f"warning: {units}; --mixed-precision fp16 is faster")
-    if context["num_processes"] < machine.count * number:
-        used = f"{context['num_processes']} of {machine.count * number} GPUs"
-        lines.append(f"note: {used} will be used, one per process")
-    return (*lines, *_misfit(context))
-
-
-def _misfit(context: Context) -> tuple[str, ...]:
-    """Why the YAML of settled answers doesn't fit into a GPU's memory, and changes that would, as sentences.
-
-    Empty if it fits, or if this is unknown.
-    """
-    from accel_fsdp.prediction import remedies, written
-    from accel_fsdp.prediction.tracing import by_name
-
-    if recommended.problem_of(context) is None:
-        return ()
-    settled, number = to_answers(context), context["num_machines"]
-    config = JobConfig(to_yaml.to_mapping(settled))
-    used = machines.as_typed(replace(context.machine, count=settled.num_processes // number), number)
-    recipe = to_yaml.job_of(settled).recipe
-    try:
-        job = from_yaml.predictable(config, {EXPERT_FIELD: settled.ep}, recipe)
-        problem = written.problem_of(config, job, settled.model, used, by_name.read_shape)
-        judged = problem.judged(problem.job.settled)
-    except UserError:
-        return ()
-    if judged.fits:
-        return ()
-    lead = "this leaves too little free memory" if judged.verdict == "tight" else "this doesn't fit"
-    better = "; ".join(change.flags for change in remedies(problem, judged.job)) or "a smaller model, or larger GPUs"
-    return f"warning: {lead}: {judged.refused or f'it {judged.words}'}", f"  what fits: {better}"
+    problem, best = recommended.problem_of(context), recommended.candidate(context)
+    if problem and best and not (job := problem.judged(best.job)).fits:
+        lead = "this leaves too little free memory" if job.verdict == "tight" else "this doesn't fit"
+        lines.append(f"warning: {lead}: {job.refused or f'it {job.words}'}; accel-fsdp plan --config says what fits")
+    return tuple(lines)
 
 
 def in_words(text: str) -> str:

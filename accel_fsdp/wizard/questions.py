@@ -18,19 +18,6 @@ from accel_fsdp.hardware import machines
 from accel_fsdp.wizard import defaults, recommended, validation
 from accel_fsdp.wizard.answers import Answers, Context
 
-
-@dataclass(frozen=True)
-class Option:
-    """One answer to choose from; `disabled` says why it can't be chosen here.
-
-    An option that isn't `offered` is accepted only from a file or a flag.
-    """
-
-    value: Any
-    disabled: str
-    offered: bool
-
-
 Condition = Callable[[Context], bool]
 
 
@@ -76,8 +63,11 @@ class Question:
         """Whether the wizard asks it after these answers."""
         return self.applies(context) and self.helps(context) and self.asked(context)
 
-    def options(self, context: Context) -> list[Option]:
-        """The values to choose from: hybrid strategies for several machines, engines that this machine can use."""
+    def options(self, context: Context) -> list[Any]:
+        """The usable values to choose from: hybrid strategies for several machines, engines for this machine.
+
+        The others are accepted only from a file or a flag.
+        """
 
         def is_offered(value: Any) -> bool:
             if self.field == "strategy":
@@ -85,9 +75,7 @@ class Question:
             is_idle = value == "single" or (value == "tpu" and context.machine.count > 0)
             return value not in self.hidden and not (self.field == "engine" and is_idle)
 
-        return [
-            Option(value, validation.reason(self.field, value, context), is_offered(value)) for value in self.meanings
-        ]
+        return [v for v in self.meanings if is_offered(v) and not validation.reason(self.field, v, context)]
 
     def label(self, value: Any, context: Context) -> str:
         """An option with its consequence; a strategy also with its memory and speed."""
@@ -103,7 +91,7 @@ def settle(question: Question, context: Context, value: Any) -> Context:
         UserError: the value can't be used.
     """
     if question.meanings:
-        value = _one_of(question, question.options(context), value)
+        value = _one_of(question, context, value)
     if check := getattr(validation, f"check_{question.field}", None):
         return store(question, context, check(context, value))
     is_number = question.field in validation.NUMBERS
@@ -114,20 +102,20 @@ def store(question: Question, context: Context, value: Any) -> Context:
     return replace(context, given={**context.given, question.field: value})
 
 
-def _one_of(question: Question, options: list[Option], value: Any) -> Any:
-    """The option whose value reads like `value`: flags arrive as text, in any case."""
+def _one_of(question: Question, context: Context, value: Any) -> Any:
+    """The option that reads like `value`: flags arrive as text, in any case."""
     text = str(value).lower()
     text = {name.lower(): number for number, name in question.names.items()}.get(text, text)
-    chosen = next((option for option in options if str(option.value).lower() == text), None)
-    if chosen is not None and not chosen.disabled:
-        return chosen.value
-    usable = [option.value for option in options if option.offered and not option.disabled]
-    known = [str(value).lower() if isinstance(value, bool) else str(value) for value in usable]
+    chosen = next((option for option in question.meanings if str(option).lower() == text), None)
+    why = "it is not one of the listed values" if chosen is None else validation.reason(question.field, chosen, context)
+    if not why:
+        return chosen
+    known = [str(option).lower() if isinstance(option, bool) else str(option) for option in question.options(context)]
     others = "--engine ddp, or another model" if question.field == "fsdp_version" else "another model"
     raise UsageError(
         f"{question.flag} {value} can't be used."
-        + ("" if chosen else did_you_mean(text, [*known, *question.names.values()])),
-        why=chosen.disabled if chosen else "it is not one of the listed values",
+        + (did_you_mean(text, [*known, *question.names.values()]) if chosen is None else ""),
+        why=why,
         fix=f"{question.flag} with one of: " + ", ".join(known) if known else others,
     )
 
@@ -236,10 +224,11 @@ def useless(question: Question, context: Context) -> UsageError:
     """The error for the flag of a question that doesn't apply; it names an answer before it with which it would."""
     flag, fix = question.flag, f"leave out {question.flag}"
     for earlier in (earlier for earlier in QUESTIONS if earlier.field in context.given):
-        for option in earlier.options(context):
-            if not option.disabled and question.applies(store(earlier, context, option.value)):
+        for option in earlier.meanings:
+            is_usable = not validation.reason(earlier.field, option, context)
+            if is_usable and question.applies(store(earlier, context, option)):
                 what = f"{flag} has no effect with {earlier.flag} {context[earlier.field]}"
-                return UsageError(what, why=NO_EFFECT, fix=f"{fix}, or {earlier.flag} {option.value}")
+                return UsageError(what, why=NO_EFFECT, fix=f"{fix}, or {earlier.flag} {option}")
     return UsageError(f"{flag} has no effect with the other answers", why=NO_EFFECT, fix=fix)
 
 
