@@ -50,6 +50,8 @@ def _planned(name: str, otherwise: Any, reason: str) -> Default:
 
 
 zero_stage = _planned("zero_stage", 3, "fits the largest model")
+strategy = _planned("strategy", 1, "FULL_SHARD fits the largest model")
+cpu_offload = _planned("cpu_offload", False, "slower; only when nothing else fits")
 batch = _planned("batch", 0, "unknown")
 
 
@@ -63,14 +65,7 @@ def fsdp_version(context: Context) -> tuple[int, str]:
     why = validation.reason("fsdp_version", 2, context)
     if why and not validation.reason("fsdp_version", 1, context):
         return 1, why
-    version, reason = _planned("fsdp_version", 2, "")(context)
-    return version, reason if version == 1 else "it resumes the optimizer exactly, and PyTorch goes on developing it"
-
-
-def strategy(context: Context) -> tuple[int, str]:
-    candidate = recommended.candidate(context)
-    number, reason = _planned("strategy", 1, "FULL_SHARD fits the largest model")(context)
-    return number, f"{reason}: it {candidate.words}" if candidate and candidate.layout.is_fsdp else reason
+    return _planned("fsdp_version", 2, "it resumes the optimizer exactly")(context)
 
 
 def seq_len(context: Context) -> tuple[int | None, str]:
@@ -97,25 +92,13 @@ def min_num_params(context: Context) -> tuple[int, str]:
     return largest * 9 // 10, "just under the model's largest layer, so that each layer becomes a unit"
 
 
-def cpu_offload(context: Context) -> tuple[bool, str]:
-    offloads, reason = _planned("cpu_offload", False, "slower; only when nothing else fits")(context)
-    candidate = recommended.candidate(context)
-    if offloads or candidate is None:
-        return offloads, reason
-    return False, "slower, and not needed" if candidate.fits else "nothing fits, even with it"
-
-
 def activation_checkpointing(context: Context) -> tuple[bool, str]:
     """True if the plan recommends it and Accelerate can do it."""
     if context["engine"] == "fsdp" and context["method"] != "full":
         return False, "PEFT would lose the adapter; the launch line has --gradient_checkpointing where it is needed"
     if why := validation.reason("activation_checkpointing", True, context):
         return False, why
-    candidate, slower = recommended.candidate(context) if context.is_fsdp else None, "about a third more compute"
-    if candidate is None:
-        return False, f"costs {slower}"
-    recomputes = candidate.recipe.recomputes
-    return recomputes, f"it fits with it; costs {slower}" if recomputes else f"not needed; would cost {slower}"
+    return _planned("activation_checkpointing", False, "costs about a third more compute")(context)
 
 
 def ram_efficient_loading(context: Context) -> tuple[bool, str]:

@@ -97,50 +97,38 @@ def candidate(context: Context) -> "Candidate | None":
     problem = problem_of(context)
     if problem is None:
         return None
-    asked, axes = wanted(context), [str(context.given.get(axis)) for axis in MESH]
-    divides = any(str({**context.wished, **context.given}.get(axis) or 1) != "1" for axis in MESH[1:])
-    find = _on_mesh if divides else _searched
-    return _cached(problem, (*asked.items(), *axes), lambda: find(context, problem, asked))
-
-
-def _cached(problem: "Problem", answers: tuple[Any, ...], find: "Callable[[], Candidate | None]") -> "Candidate | None":
-    key = (id(problem.tapes), problem.gpu.name, problem.gpu.memory_gib, problem.job, *answers)
+    asked, sizes = wanted(context), tuple(str(context.given.get(axis)) for axis in MESH)
+    key = (id(problem.tapes), problem.gpu.name, problem.gpu.memory_gib, problem.job, *asked.items(), *sizes)
     if key not in _CACHE:
         _CACHE[key] = None  # what this method allocates can't be recorded
         with suppress(UserError):
-            _CACHE[key] = find()
+            _CACHE[key] = _searched(context, problem, asked)
     return _CACHE[key]
 
 
 def _searched(context: Context, problem: "Problem", asked: Mapping[str, str]) -> "Candidate | None":
     """The recommendation among the layouts that the plan tries, or in the one that is answered, such as NO_SHARD.
 
-    The one without any answer stays while the answers agree with it.
+    On a mesh that divides layers or experts: one row, with checkpointing where it doesn't fit without; None before the
+    mesh is known.
     """
     from accel_fsdp.prediction import layouts, search
 
-    agrees, plain = _agreement(asked), _cached(problem, (), lambda: search.best(problem))
-    if plain and agrees(plain.job):
-        return plain
-    if "batch" in asked:
+    agrees, answers = _agreement(asked), {**context.wished, **context.given}
+    divides = any(str(answers.get(axis) or 1) != "1" for axis in MESH[1:])
+    if "batch" in asked and not divides:
         problem = replace(problem, job=problem.job.with_recipe(rows=int(asked["batch"])), fixed_rows=True)
     jobs = [job for job in layouts(problem.job) if agrees(job) or agrees(job.with_layout(offload=True))]
-    own = layout_of(context, problem) if not jobs and "engine" in context.given else None
-    jobs = [replace(problem.job, layout=own)] if own else jobs
+    if divides or not jobs:
+        own = layout_of(context, problem) if ("ep" if divides else "engine") in context.given else None
+        jobs = [replace(problem.job, layout=own)] if own else []
+    if divides:
+        tried = [problem.evaluate(variant) for variant in search.variants(jobs) if variant.layout == own]
+        return next((candidate for candidate in tried if candidate.fits), tried[-1] if tried else None)
     by_sft = replace(problem, job=replace(problem.job, model=problem.shape.name))  # which trains more combinations
     return (
         search.best(problem, jobs, agrees) or search.best(by_sft, jobs, agrees) or search.least(problem, jobs, agrees)
     )
-
-
-def _on_mesh(context: Context, problem: "Problem", asked: Mapping[str, str]) -> "Candidate | None":
-    """One row on the mesh of the answers, with checkpointing where it doesn't fit without; None before its sizes."""
-    layout = layout_of(context, problem) if "ep" in context.given else None
-    if layout is None:
-        return None
-    job = replace(problem.job, layout=layout)
-    light, full = (problem.evaluate(job.with_recipe(checkpointing=kind)) for kind in ("none", "full"))
-    return light if light.fits else full
 
 
 def _is_number(text: str) -> bool:
