@@ -44,7 +44,9 @@ def _planned(name: str, otherwise: Any, reason: str) -> Default:
     def default(context: Context) -> tuple[Any, str]:
         candidate = recommended.candidate(context)
         decided = recommended.decisions(candidate.job) if candidate else {}
-        return (decided[name], recommended.because(candidate)) if candidate and name in decided else (otherwise, reason)
+        if candidate is None or name not in decided:
+            return otherwise, reason
+        return decided[name], "the plan recommends it" if candidate.fits else "nothing fits; this needs least"
 
     return default
 

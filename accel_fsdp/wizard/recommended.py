@@ -184,14 +184,8 @@ def checkpoints_in_script(context: Context) -> bool:
 
 def note(strategy: int, context: Context) -> str:
     """What the plan says of a strategy: what a GPU needs, and its speed; empty if it is unknown."""
-    is_idle = strategy in (4, 5) and context["num_machines"] == 1
-    chosen = None if is_idle else candidate(replace(context, given={**context.given, "strategy": strategy}))
+    chosen = candidate(replace(context, given={**context.given, "strategy": strategy}))
     if chosen is None:
         return ""
     speed = f", {chosen.tokens_per_s:,.0f} tokens/s" if chosen.step else ""
     return f", {gib_or_mib(chosen.device.needed)}" + (speed if chosen.fits else ": doesn't fit")
-
-
-def because(candidate: "Candidate") -> str:
-    """The reason for a recommended answer."""
-    return "the plan recommends it" if candidate.fits else "nothing fits; this needs least"

@@ -95,19 +95,13 @@ def check_gpus(context: Context, value: Any) -> str:
     name = machine.accelerator
     if name is None or text == machines.describe(context.detected):
         return text
-    text, why = machines.as_typed(machine, number), "a GPU's memory decides what fits"
-    if gpus.is_npu(name) and not machine.memory_gib:
-        raise UsageError(f"--gpus {text} has no size of memory", why=why, fix=f"--gpus {text}-{gpus.NPU_MEMORY}")
+    text = machines.as_typed(machine, number)
     try:
         if gpus.is_known(name) or not machine.memory_gib:  # with it, the GPU is just missing from the table
             gpus.find(name, machine.memory_gib)
     except UsageError as error:
-        sized, fix = gpus.with_size(name), error.fix
-        if sized:
-            fix = f"--gpus {text.replace(name, sized)}"
-        elif not gpus.is_known(name):
-            fix += f"; or --gpus {text}-<N>GB, with N the GiB of memory of one GPU"
-        raise UsageError(f"--gpus {text}: {error.what}", why=why, fix=fix) from error
+        unknown = "" if gpus.is_known(name) else f"; or --gpus {text}-<N>GB, with N the GiB of memory of one GPU"
+        raise UsageError(f"--gpus {text}: {error.what}", why=error.why, fix=error.fix + unknown) from error
     return text
 
 

@@ -95,9 +95,9 @@ def test_machines_that_an_engine_starts_need_no_address(flags: list[str], tmp_pa
     ("flags", "what", "fix"),
     [
         ({"gpus": "8xH1000"}, "Did you mean H100?", "--gpus 8xH1000-<N>GB, with N the GiB of memory"),
-        ({"gpus": "8xAscend-910B"}, "", "--gpus 8xAscend-910B-64GB"),
-        ({"gpus": "8xA100-80GB1"}, "", "--gpus 8xA100-80GB"),
-        ({"gpus": "8xH100-80"}, "", "--gpus 8xH100-80GB"),
+        ({"gpus": "8xAscend-910B"}, "is an NPU", "--gpus 8xAscend-910B-64GB"),
+        ({"gpus": "8xA100-80GB1"}, "Did you mean A100-80GB?", ""),
+        ({"gpus": "8xH100-80"}, "Did you mean H100-80GB?", ""),
         ({"gpus": "2x1xA100-40GB", "strategy": "4"}, "hybrid sharding with 1 process", ""),
         ({"main_process_port": "99999"}, "", "--main-process-port 29500"),
         ({"num_processes": "0"}, "", "--num-processes 16"),
