@@ -100,14 +100,12 @@ def engine_of(answers: Mapping[str, Any]) -> Engine:
 class Context:
     """The context of a question: the answers so far, the model, and the machine that was found.
 
-    `unread`: the model's facts are unknown, and the catalogue has no model of its kind. `wished` are flags and other
-    given answers, of later questions too.
+    `model` is None if its facts are unknown. `wished` are flags and other given answers, of later questions too.
     """
 
     given: Mapping[str, Any]
     detected: MachineFacts = machines.CPU
     model: ModelFacts | None = None
-    unread: bool = False
     wished: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property

@@ -160,13 +160,11 @@ class Review:
 
 def _say_how_to_train(answers: Answers) -> None:
     if answers.own_script:
-        what = f"{answers.model} is built by {answers.auto_class}, and train/sft.py trains AutoModelForCausalLM"
-        unread = f"{answers.model or 'the model'} is unknown, and train/sft.py may not be able to train it"
-        _warn((f"note: {what if answers.auto_class else unread}; launch a script of your own:",))
+        why = f"train/sft.py can't build {answers.auto_class or 'a model that is unknown'}"
+        _warn((f"note: {why}; launch a script of your own:",))
         return
-    hint = ", on each machine with its own --machine_rank" if answers.num_machines > 1 else ""
-    scheduler = ", in a job of SLURM, Kubernetes or another scheduler"
-    console.say(f"train with{scheduler if answers.place == 'scheduler' else hint}:")
+    hints = {"rank": ", on each machine with its own --machine_rank", "scheduler": ", in a job of a scheduler"}
+    console.say(f"train with{hints.get(answers.place, '')}:")
 
 
 def default_config() -> Path:

@@ -107,10 +107,9 @@ def ram_efficient_loading(context: Context) -> tuple[bool, str]:
     """On, except for stored buffers, on which FSDP2 would crash."""
     if context.engine is Engine.DEEPSPEED and "ram_efficient_loading" in context.wished:
         return str(context.wished["ram_efficient_loading"]).lower() == "true", "as in the file"
-    if context.engine is Engine.FSDP2 and context.model is not None and context.model.persistent_buffers:
-        return False, f"the model stores {context.model.persistent_buffers} buffers, which FSDP2 can't fill from rank 0"
-    if context["method"] == "qlora":
-        return False, "4-bit weights are quantised on every rank"
+    crashes = context.engine is Engine.FSDP2 and context.model is not None and context.model.persistent_buffers
+    if crashes or context["method"] == "qlora":
+        return False, "stored buffers and 4-bit weights can't be filled from rank 0"
     return True, "one rank reads the weights, the others receive them"
 
 
@@ -124,11 +123,8 @@ def mixed_precision(context: Context) -> tuple[str, str]:
 
 def num_processes(context: Context) -> tuple[int, str]:
     """One process per GPU; two per machine without GPUs."""
-    count, number = context.machine.count, context["num_machines"]
-    if context["engine"] == "tpu":
-        return (count or 8) * number, "one per TPU core"
     if context["engine"] == "single":
         return 1, "one process"
-    if count:
-        return count * number, f"{count} x {context.machine.accelerator}" + f", {number} machines" * (number > 1)
-    return 2 * number, "no GPU: two processes per machine, enough to rehearse on CPU"
+    usual, reason = (8, "one per TPU core") if context["engine"] == "tpu" else (2, "enough to rehearse on CPU")
+    count = context.machine.count
+    return (count or usual) * context["num_machines"], "one per GPU" if count else reason

@@ -15,6 +15,7 @@ from accel_fsdp import command_line
 from accel_fsdp.config import BY_NAME, HYBRID, STRATEGIES, ZERO_STAGES, Engine, Kind, zero_name
 from accel_fsdp.errors import UsageError, did_you_mean
 from accel_fsdp.hardware import machines
+from accel_fsdp.models import catalogue
 from accel_fsdp.wizard import defaults, recommended, validation
 from accel_fsdp.wizard.answers import Answers, Context
 
@@ -215,9 +216,12 @@ QUESTIONS: tuple[Question, ...] = (
 
 
 def to_answers(context: Context) -> Answers:
+    """The answers of a finished interview; a model that wasn't read is known by its layers."""
     answers = Answers(**context.given, script_checkpoints=recommended.checkpoints_in_script(context))
-    auto_class = context.model.auto_class if context.model else "" if context.unread else answers.auto_class
-    return replace(answers, auto_class=auto_class)
+    if context.model:
+        return replace(answers, auto_class=context.model.auto_class)
+    is_known = answers.model and catalogue.language_layers().issuperset(answers.layer_class)
+    return answers if is_known else replace(answers, auto_class="")
 
 
 def useless(question: Question, context: Context) -> UsageError:

@@ -54,6 +54,7 @@ STRATEGY, OWN_FILE, LAUNCHER = "fsdp_sharding_strategy", "deepspeed_config_file"
 HOSTS = tuple(f"deepspeed_{name}" for name in ("hostfile", "exclusion_filter", "inclusion_filter"))
 """The keys by which DeepSpeed reaches other machines, unless its launcher is the standard one."""
 STARTED = "accelerate launch starts the processes on each machine"
+NO_EFFECT = "had no effect"
 ALL, OFF, DEVICES = None, FALSE_WORDS, ("none", "cpu")
 NO_EQUIVALENT: Mapping[str, tuple[str, Collection[str] | None, str]] = {
     "fsdp_activation_checkpointing": ("an argument of the script turns it on", OFF, "--gradient_checkpointing true"),
@@ -72,15 +73,6 @@ NO_EQUIVALENT: Mapping[str, tuple[str, Collection[str] | None, str]] = {
 }
 """The one table of what has no equivalent: why, the values without a meaning to keep (`ALL`: each), and the argument of
 the script that replaces others. Keys without a row mean nothing to the other engine."""
-ADDED = {
-    "fsdp_state_dict_type": "as the old engine saves",
-    "fsdp_backward_prefetch": "FSDP2 prefetches by itself, FSDP1 when this is set",
-    "zero3_save_16bit_model": "without it save_model writes no model",
-    "gradient_accumulation_steps": "from the training arguments",
-    "gradient_clipping": "from the training arguments",
-    LAUNCHER: "started on each machine, as before",
-}
-"""Why a key is added or changed."""
 
 
 def rewrite(document: Any, job: JobConfig, old: Answers, new: Answers) -> list[Change]:
@@ -154,9 +146,8 @@ class Rewriting:
             self.after["fsdp_config", STRATEGY] = STRATEGIES[self.new.strategy]
         values = {key: value for key, value in self.job.values.items() if key != self.section}
         if self.place != self.section and self.place in values:  # it must not become active
-            why = f"had no effect: {self.engine.label} does not read it"
             self.removals.append(Edit("", self.place))
-            self._lose(self.place, values[self.place], why, breaks=False)
+            self._lose(self.place, values[self.place], NO_EFFECT, breaks=False)
         if self.place != self.section and self.section in self.job.values:
             self.removals.append(Edit("", self.section, new_key=self.place))
         kept, renamed = dict[str, Any](), dict[Place, Any]()
@@ -186,22 +177,18 @@ class Rewriting:
     def _why_lost(self, raw: str, key: str, value: Any) -> tuple[str, bool, str] | None:
         """Why a key goes, whether its meaning is lost, and what replaces it; None if it stays."""
         field = BY_NAME.get((self.section, key))
-        if raw != [name for name in self.job.values[self.section] if full_name(self.section, name) == key][-1]:
-            return "written twice, the later one is used", False, ""
-        if field is None or not field.engines:
-            reader = f"Accelerate reads {RETIRED[key]}" if key in RETIRED else "nothing reads it"
-            return f"had no effect: {reader}", False, ""
         is_offload = key == "fsdp_activation_checkpointing_offload" and str(value).lower() in TRUE_WORDS
         if is_offload and self.engine is Engine.FSDP1:
             return "FSDP1 stops at it", True, ""
-        if self.engine not in field.engines:
-            return f"had no effect: {self.engine.label} ignores it", False, ""
+        same = [name for name in self.job.values[self.section] if full_name(self.section, name) == key]
+        if raw != same[-1] or field is None or self.engine not in field.engines:
+            return NO_EFFECT, False, ""
         if value is None:
             return "had no value", self.section == "fsdp_config" and field.default is not None, ""
         if field.kind in (Kind.BOOL, Kind.CHOICE) and not field.accepts(value):
             return f"Accelerate does not take {value}", True, ""
         if field.kind is Kind.NAMES and not class_names(value):
-            return "names no class", False, ""
+            return NO_EFFECT, False, ""
         is_asked = self.place != self.section or (self.section, key) in self.before
         if (self.place, self._named(key)) in self.after or (not is_asked and self.other in field.engines):
             return None
@@ -224,8 +211,7 @@ class Rewriting:
             if show(self.before.get((section, key))).lower() == show(value).lower() and is_usable:
                 continue
             self.edits.append(Edit(section, self.job.written_name(section, key), value))
-            why = "" if self.engine is self.other else ADDED.get(key, "the new engine")
-            self.changes.append(Change(_path(section, key), "changed", show(content.get(key)), show(value), why=why))
+            self.changes.append(Change(_path(section, key), "changed", show(content.get(key)), show(value)))
 
 
 def is_alone(job: JobConfig) -> bool:

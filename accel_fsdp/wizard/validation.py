@@ -190,10 +190,9 @@ def check_num_processes(context: Context, value: Any) -> int:
 def check_tp(context: Context, value: Any) -> int:
     """Refuses groups of ranks over several machines."""
     here, size = context["num_processes"] // context["num_machines"], whole_number("tp", value)
-    if size > 1 and here % size:
-        sizes = " or ".join(str(size) for size in range(2, here + 1) if here % size == 0)
+    if here % size:
         what = f"--tp {size} does not divide the {here} processes of a machine"
-        raise UserError(what, why=NUMBERS["tp"][2], fix=f"--tp {sizes}" if sizes else "leave out --tp")
+        raise UserError(what, why=NUMBERS["tp"][2], fix="--tp with a divisor of it, or leave out --tp")
     return size
 
 

@@ -290,14 +290,6 @@ def test_what_had_no_effect_gets_none(name: str, tmp_path: Path) -> None:
     assert "lost" in {change.kind for change in migration.changes if change.key.rpartition(".")[2] == key}
 
 
-def test_a_default_of_the_old_engine_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "fsdp1.yaml"
-    path.write_text("distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_auto_wrap_policy: NO_WRAP\n")
-    migration, _ = migrated(path, "fsdp2")
-    added = next(change for change in migration.changes if change.key.endswith("fsdp_state_dict_type"))
-    assert (added.new, added.why) == ("FULL_STATE_DICT", "as the old engine saves")
-
-
 @pytest.mark.parametrize(("target", "strategy"), [("fsdp1", "NO_SHARD"), ("fsdp2", "FULL_SHARD")])
 def test_ddp_becomes_what_was_asked_for(target: str, strategy: str, tmp_path: Path) -> None:
     path = tmp_path / "ddp.yaml"
