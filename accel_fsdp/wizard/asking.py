@@ -88,10 +88,7 @@ def _ask(question: Question, context: Context, before: Any) -> Any:
                 introduce(answer)
             return answer
         except UserError as error:
-            fix = error.fix
-            if fix.startswith(f"{question.flag} "):
-                fix = f"type {fix.replace(f'{question.flag} ', '').replace('ID_OR_FOLDER', 'a hub id or a folder')}"
-            at_prompt = UserError(in_words(error.what), why=in_words(error.why), fix=in_words(fix))
+            at_prompt = UserError(in_words(error.what), why=in_words(error.why), fix=in_words(error.fix))
             console.say(str(at_prompt), style="red", wrap=True, lines=True)
 
 

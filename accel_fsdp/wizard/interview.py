@@ -17,7 +17,7 @@ from accel_fsdp.units import parameters
 from accel_fsdp.wizard import recommended, to_yaml, validation
 from accel_fsdp.wizard.answers import MESH, Answers, Context
 from accel_fsdp.wizard.presets import MODEL as PRESET_MODEL
-from accel_fsdp.wizard.questions import QUESTIONS, Question, settle, store, to_answers, useless
+from accel_fsdp.wizard.questions import QUESTIONS, Question, settle, store, to_answers
 
 RANKS = ("num_processes", *MESH)
 ABOUT_RANKS = ("AF316", "AF329", "AF330", "AF333", "AF402", "AF516", "AF517", "AF518", "AF519")
@@ -65,7 +65,8 @@ class Interview:
         name, answer = question.field, self.given.get(question.field)
         if not question.applies(context):
             if name in self.flags:
-                raise useless(question, context)
+                what, why = f"{question.flag} has no effect", f"it needs {question.needs}"
+                raise UsageError(what, why=why, fix=f"leave out {question.flag}, or change what it needs")
             return store(question, context, question.default(context)[0])
         if self.is_without_model and (name == "model" or (name == "layer_class" and not answer)):
             return store(question, context, question.default(context)[0])

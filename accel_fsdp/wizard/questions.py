@@ -27,8 +27,8 @@ class Question:
     """One question. `field` is its name in `Answers`, with dashes the flag of `accel-fsdp config`.
 
     `meanings` are the values to choose from, if it has such, with the consequence of each; those that are `hidden` have
-    flags alone, and `names` are second spellings. `metavar` is shown in `--help`, `alias` is a second flag. `applies`
-    says whether to ask at all: if it is false the default is used. `helps` says whether it is written even with its
+    flags alone, and `names` are second spellings. `metavar` is shown in `--help`, `alias` is a second flag. `needs`
+    is the condition without which the default is used. `helps` says whether it is written even with its
     default, and `asked` whether the wizard asks it: the others have flags alone. `key` is the section and key of the
     YAML for the answer, if a single key takes it.
 
@@ -43,7 +43,7 @@ class Question:
     metavar: str = "N"
     alias: str = ""
     key: tuple[str, str] | None = None
-    applies: Condition = lambda context: True
+    needs: str = ""
     helps: Condition = lambda context: True
     asked: Condition = lambda context: True
 
@@ -59,6 +59,9 @@ class Question:
         """The proposed value, and the reason in one line."""
         proposed: tuple[Any, str] = getattr(defaults, self.field)(context)
         return proposed
+
+    def applies(self, context: Context) -> bool:
+        return not self.needs or IF[self.needs](context)
 
     def is_open(self, context: Context) -> bool:
         """Whether the wizard asks it after these answers."""
@@ -122,17 +125,17 @@ def _one_of(question: Question, context: Context, value: Any) -> Any:
 
 
 IF: Mapping[str, Condition] = {
-    "fsdp": lambda context: bool(context["engine"] == "fsdp"),
-    "sharded": lambda context: context.is_fsdp,
-    "fsdp2": lambda context: context.engine is Engine.FSDP2,
-    "hybrid mesh": lambda context: context.engine is Engine.FSDP2 and context["strategy"] in (4, 5),
-    "deepspeed": lambda context: bool(context["engine"] == "deepspeed"),
-    "offloads": lambda context: context.is_fsdp or (context.engine is Engine.DEEPSPEED and context["zero_stage"] > 0),
-    "layers": lambda context: context.engine is Engine.TPU or IF["units"](context),
+    "--engine fsdp": lambda context: bool(context["engine"] == "fsdp"),
+    "FSDP": lambda context: context.is_fsdp,
+    "FSDP2": lambda context: context.engine is Engine.FSDP2,
+    "FSDP2 with --strategy 4": lambda context: context.engine is Engine.FSDP2 and context["strategy"] in (4, 5),
+    "--engine deepspeed": lambda context: bool(context["engine"] == "deepspeed"),
+    "sharding": lambda context: context.is_fsdp or (context.engine is Engine.DEEPSPEED and context["zero_stage"] > 0),
+    "layers to wrap": lambda context: context.engine is Engine.TPU or IF["units"](context),
     "units": lambda context: context.is_fsdp and bool(context["wrap_policy"] == "TRANSFORMER_BASED_WRAP"),
-    "sizes": lambda context: context.is_fsdp and bool(context["wrap_policy"] == "SIZE_BASED_WRAP"),
-    "recomputes": lambda context: context.is_fsdp or context.engine is Engine.TPU,
-    "checkpoints": lambda context: context.engine is Engine.FSDP2 and context["activation_checkpointing"],
+    "SIZE_BASED_WRAP": lambda context: context.is_fsdp and bool(context["wrap_policy"] == "SIZE_BASED_WRAP"),
+    "FSDP or a TPU": lambda context: context.is_fsdp or context.engine is Engine.TPU,
+    "FSDP2 checkpointing": lambda context: context.engine is Engine.FSDP2 and context["activation_checkpointing"],
     "planned": lambda context: recommended.problem_of(context) is not None,
     "several machines": lambda context: context["num_machines"] > 1,
     "one machine": lambda context: machines.parse(context["gpus"])[1] == 1,
@@ -178,7 +181,6 @@ STRATEGY_MEANINGS = {
     4: f"{STRATEGIES[4]}: as 1 inside each machine, one replica per machine",
     5: f"{STRATEGIES[5]}: as 2 inside each machine, one replica each",
 }
-NO_EFFECT = "a setting without effect usually means a mistake elsewhere"
 NAMES = {str(number): name for number, name in STRATEGIES.items()}
 
 FSDP = "fsdp_config.fsdp"
@@ -191,27 +193,27 @@ QUESTIONS: tuple[Question, ...] = (
     _of_key("num_machines", "num_machines", asked=IF["one machine"], alias="--nodes"),
     Question("seq_len", "How many tokens per sequence?", helps=IF["planned"], metavar="TOKENS"),
     Question("engine", "Which engine?", ENGINES, metavar=_words(ENGINES)),
-    _of_key("fsdp_version", f"{FSDP}_version", applies=IF["fsdp"], asked=IF["never"]),
-    _of_key("strategy", f"{FSDP}_sharding_strategy", STRATEGY_MEANINGS, names=NAMES, applies=IF["fsdp"]),
-    _of_key("zero_stage", "deepspeed_config.zero_stage", applies=IF["deepspeed"]),
+    _of_key("fsdp_version", f"{FSDP}_version", needs="--engine fsdp", asked=IF["never"]),
+    _of_key("strategy", f"{FSDP}_sharding_strategy", STRATEGY_MEANINGS, names=NAMES, needs="--engine fsdp"),
+    _of_key("zero_stage", "deepspeed_config.zero_stage", needs="--engine deepspeed"),
     _of_key("mixed_precision", "mixed_precision", hidden=("fp8",)),
     _of_key("num_processes", "num_processes", asked=IF["never"]),
-    Question("dp_replicate", "How many replicas of the model?", applies=IF["hybrid mesh"], helps=IF["never"]),
-    Question("tp", "How many ranks divide each layer (tensor parallelism)?", applies=IF["fsdp2"], helps=IF["never"]),
-    Question("ep", "How many ranks divide the experts (expert parallelism)?", applies=IF["fsdp2"], helps=IF["never"]),
-    _of_key("wrap_policy", f"{FSDP}_auto_wrap_policy", applies=IF["sharded"], asked=IF["never"]),
-    _of_key("layer_class", f"{FSDP}_transformer_layer_cls_to_wrap", applies=IF["layers"], asked=IF["no layer"]),
-    _of_key("min_num_params", f"{FSDP}_min_num_params", applies=IF["sizes"], asked=IF["never"]),
-    _of_key("cpu_offload", f"{FSDP}_offload_params", applies=IF["offloads"]),
-    _of_key("activation_checkpointing", f"{FSDP}_activation_checkpointing", applies=IF["recomputes"]),
+    Question("dp_replicate", "How many replicas of the model?", needs="FSDP2 with --strategy 4", helps=IF["never"]),
+    Question("tp", "How many ranks divide each layer (tensor parallelism)?", needs="FSDP2", helps=IF["never"]),
+    Question("ep", "How many ranks divide the experts (expert parallelism)?", needs="FSDP2", helps=IF["never"]),
+    _of_key("wrap_policy", f"{FSDP}_auto_wrap_policy", needs="FSDP", asked=IF["never"]),
+    _of_key("layer_class", f"{FSDP}_transformer_layer_cls_to_wrap", needs="layers to wrap", asked=IF["no layer"]),
+    _of_key("min_num_params", f"{FSDP}_min_num_params", needs="SIZE_BASED_WRAP", asked=IF["never"]),
+    _of_key("cpu_offload", f"{FSDP}_offload_params", needs="sharding"),
+    _of_key("activation_checkpointing", f"{FSDP}_activation_checkpointing", needs="FSDP or a TPU"),
     _of_key(
-        "activation_offload", f"{FSDP}_activation_checkpointing_offload", applies=IF["checkpoints"], helps=IF["never"]
+        "activation_offload", f"{FSDP}_activation_checkpointing_offload", needs="FSDP2 checkpointing", helps=IF["never"]
     ),
     Question("batch", "How many sequences does a GPU train on at a time (micro-batch)?", helps=IF["planned"]),
-    _of_key("state_dict_type", f"{FSDP}_state_dict_type", hidden=("LOCAL_STATE_DICT",), applies=IF["sharded"]),
-    _of_key("ram_efficient_loading", f"{FSDP}_cpu_ram_efficient_loading", applies=IF["sharded"], asked=IF["never"]),
-    _of_key("main_process_ip", "main_process_ip", applies=IF["several machines"]),
-    _of_key("main_process_port", "main_process_port", applies=IF["several machines"], asked=IF["never"]),
+    _of_key("state_dict_type", f"{FSDP}_state_dict_type", hidden=("LOCAL_STATE_DICT",), needs="FSDP"),
+    _of_key("ram_efficient_loading", f"{FSDP}_cpu_ram_efficient_loading", needs="FSDP", asked=IF["never"]),
+    _of_key("main_process_ip", "main_process_ip", needs="several machines"),
+    _of_key("main_process_port", "main_process_port", needs="several machines", asked=IF["never"]),
 )
 
 
@@ -222,18 +224,6 @@ def to_answers(context: Context) -> Answers:
         return replace(answers, auto_class=context.model.auto_class)
     is_known = answers.model and catalogue.language_layers().issuperset(answers.layer_class)
     return answers if is_known else replace(answers, auto_class="")
-
-
-def useless(question: Question, context: Context) -> UsageError:
-    """The error for the flag of a question that doesn't apply; it names an answer before it with which it would."""
-    flag, fix = question.flag, f"leave out {question.flag}"
-    for earlier in (earlier for earlier in QUESTIONS if earlier.field in context.given):
-        for option in earlier.meanings:
-            is_usable = not validation.reason(earlier.field, option, context)
-            if is_usable and question.applies(store(earlier, context, option)):
-                what = f"{flag} has no effect with {earlier.flag} {context[earlier.field]}"
-                return UsageError(what, why=NO_EFFECT, fix=f"{fix}, or {earlier.flag} {option}")
-    return UsageError(f"{flag} has no effect with the other answers", why=NO_EFFECT, fix=fix)
 
 
 def applying(answers: Answers) -> list[Question]:

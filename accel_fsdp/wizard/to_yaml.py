@@ -19,7 +19,7 @@ from accel_fsdp.config import (
 )
 from accel_fsdp.config import header as config_header
 from accel_fsdp.hardware import machines
-from accel_fsdp.job import Checkpointing, Job, Layout, from_arguments
+from accel_fsdp.job import FSDP_KINDS, Checkpointing, Job, Layout, from_arguments
 from accel_fsdp.wizard.answers import Answers, engine_of
 from accel_fsdp.wizard.questions import QUESTIONS, applying
 
@@ -106,12 +106,9 @@ def to_text(answers: Answers, launch: str = "") -> str:
 def header(answers: Answers, launch: str = "") -> list[str]:
     """Comment lines: the title of the file, the command that writes the same YAML, and the one that uses it."""
     engine, words = engine_of(vars(answers)), COMMAND.split()
-    named = {
-        Engine.NONE: "one process, which has nothing to share",
-        Engine.DDP: "plain DDP",
-        Engine.TPU: "TPU (XLA FSDP)",
-        Engine.DEEPSPEED: deepspeed_name(answers.zero_stage),
-    }.get(engine, f"{engine.label}, strategy {answers.strategy} ({STRATEGIES[answers.strategy]})")
+    named = deepspeed_name(answers.zero_stage) if engine is Engine.DEEPSPEED else engine.label
+    if engine in FSDP_KINDS:
+        named += f", strategy {answers.strategy} ({STRATEGIES[answers.strategy]})"
     for question in applying(answers):
         value = getattr(answers, question.field)
         words += [question.flag, flag_text(value)] if value not in ("", (), None) else []

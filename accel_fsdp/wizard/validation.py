@@ -79,7 +79,7 @@ def _why_unsuitable(question: str, value: Any, context: Context) -> str:
 
 def check_model(context: Context, value: Any) -> str:
     """Refuses an empty name, and one that can't be in a line of YAML; a short name becomes the catalogue's hub id."""
-    name, fix = str(value).strip(), "--model ID_OR_FOLDER"
+    name, fix = str(value).strip(), "--model with a hub id or a folder"
     if not name:
         raise UsageError("--model is missing", why="the layer class is read from it", fix=fix)
     if name.startswith("-") or re.search(rf"{UNPRINTABLE.pattern}|[\n\t]", name) or len(name) > LONGEST_PATH:
