@@ -136,8 +136,8 @@ def warnings(session: Interview) -> tuple[str, ...]:
     lines = [f"warning: {caution}" for caution in validation.cautions(context)]
     if context["num_machines"] > 1 and not context["main_process_ip"]:
         lines.append(NO_ADDRESS)
-    problem, best = recommended.problem_of(context), recommended.candidate(context)
-    if problem and best and not (job := problem.judged(best.job)).fits:
+    job = recommended.verdict(context)
+    if job and not job.fits:
         lead = "this leaves too little free memory" if job.verdict == "tight" else "this doesn't fit"
         lines.append(f"warning: {lead}: {job.refused or f'it {job.words}'}; accel-fsdp plan --config says what fits")
     return tuple(lines)

@@ -98,24 +98,31 @@ def candidate(context: Context) -> "Candidate | None":
     if problem is None:
         return None
     asked, sizes = wanted(context), tuple(str(context.given.get(axis)) for axis in MESH)
-    key = (id(problem.tapes), problem.gpu.name, problem.gpu.memory_gib, problem.job, *asked.items(), *sizes)
+    return _cached(problem, (*asked.items(), *sizes), lambda: _searched(context, problem, asked))
+
+
+def _cached(problem: "Problem", answers: tuple[Any, ...], find: "Callable[[], Candidate | None]") -> "Candidate | None":
+    key = (id(problem.tapes), problem.gpu.name, problem.gpu.memory_gib, problem.job, *answers)
     if key not in _CACHE:
         _CACHE[key] = None  # what this method allocates can't be recorded
         with suppress(UserError):
-            _CACHE[key] = _searched(context, problem, asked)
+            _CACHE[key] = find()
     return _CACHE[key]
 
 
 def _searched(context: Context, problem: "Problem", asked: Mapping[str, str]) -> "Candidate | None":
     """The recommendation among the layouts that the plan tries, or in the one that is answered, such as NO_SHARD.
 
-    On a mesh that divides layers or experts: one row, with checkpointing where it doesn't fit without; None before the
-    mesh is known.
+    The one without any answer stays while the answers agree with it. On a mesh that divides layers or experts: one row,
+    with checkpointing where it doesn't fit without; None before the mesh is known.
     """
     from accel_fsdp.prediction import layouts, search
 
     agrees, answers = _agreement(asked), {**context.wished, **context.given}
     divides = any(str(answers.get(axis) or 1) != "1" for axis in MESH[1:])
+    plain = _cached(problem, (), lambda: search.best(problem))
+    if plain and agrees(plain.job) and not divides:
+        return plain
     if "batch" in asked and not divides:
         problem = replace(problem, job=problem.job.with_recipe(rows=int(asked["batch"])), fixed_rows=True)
     jobs = [job for job in layouts(problem.job) if agrees(job) or agrees(job.with_layout(offload=True))]
@@ -125,10 +132,19 @@ def _searched(context: Context, problem: "Problem", asked: Mapping[str, str]) ->
     if divides:
         tried = [problem.evaluate(variant) for variant in search.variants(jobs) if variant.layout == own]
         return next((candidate for candidate in tried if candidate.fits), tried[-1] if tried else None)
-    by_sft = replace(problem, job=replace(problem.job, model=problem.shape.name))  # which trains more combinations
-    return (
-        search.best(problem, jobs, agrees) or search.best(by_sft, jobs, agrees) or search.least(problem, jobs, agrees)
-    )
+    best = search.best(problem, jobs, agrees) or search.best(_by_sft(problem), jobs, agrees)
+    return best or search.least(problem, jobs, agrees)
+
+
+def _by_sft(problem: "Problem") -> "Problem":
+    """The same with train/sft.py, which trains more combinations."""
+    return replace(problem, job=replace(problem.job, model=problem.shape.name))
+
+
+def verdict(context: Context) -> "Candidate | None":
+    """The job of all answers, also judged by the memory of a machine."""
+    problem, best = problem_of(context), candidate(context)
+    return _by_sft(problem).judged(best.job) if problem and best else None
 
 
 def _is_number(text: str) -> bool:

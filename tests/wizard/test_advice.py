@@ -10,15 +10,7 @@ from conftest import ROOT, here
 from accel_fsdp import cli
 from accel_fsdp.config import STRATEGIES
 from accel_fsdp.units import GIB
-from accel_fsdp.wizard import QUESTIONS, interview, recommended
-
-
-def test_one_number_says_what_a_gpu_has() -> None:
-    shown = here("plan", "--model", "llama-3.1-8b", "--gpus", "8xT4").output
-    assert "14.8 GiB" in shown
-    assert "16 GiB" not in shown
-    content = json.loads(here("plan", "--model", "llama-3.1-8b", "--gpus", "8xT4", "--json").output)
-    assert content["gpu_memory_usable_bytes"] == round(14.75 * GIB)
+from accel_fsdp.wizard import interview, recommended
 
 
 @pytest.mark.parametrize(
@@ -43,9 +35,6 @@ def test_the_wizard_proposes_and_shows_what_the_plan_recommends(model: str, gpus
     number = next(number for number, name in STRATEGIES.items() if choice["strategy"].split()[1] == name)
     assert (answers.strategy, answers.batch) == (number, choice["batch_per_gpu"])
     assert recommended.note(number, context) == f", {needed} GiB, {speed} tokens/s"
-    question = next(question for question in QUESTIONS if question.field == "strategy")
-    capacity = f"{planned['gpu_memory_usable_bytes'] / GIB:,.1f} GiB"
-    assert f"needs {needed} of {capacity}" in question.default(context)[1]
 
 
 def test_a_strategy_that_does_not_fit_is_marked() -> None:

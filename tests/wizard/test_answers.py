@@ -22,7 +22,7 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import MachineFacts, find, machines
 from accel_fsdp.job import Job, Layout, Recipe, combinations
 from accel_fsdp.models import catalogue, config_json
-from accel_fsdp.wizard import Answers, interview, questions, to_yaml
+from accel_fsdp.wizard import Answers, interview, to_yaml
 
 Captured = pytest.CaptureFixture[str]
 TWO_MACHINES = {"model": "gpt2", "gpus": "2x8xA100-80GB", "main_process_ip": "10.0.0.1"}
@@ -113,7 +113,8 @@ def test_an_answer_is_refused_and_the_fix_works(flags: dict[str, str], what: str
         settled(**{**({"model": "gpt2"} if "gpus" in flags else TWO_MACHINES), flag.replace("-", "_"): value})
 
 
-def test_a_gpu_is_known_by_its_names() -> None:
+def test_a_strategy_and_a_gpu_are_known_by_their_names() -> None:
+    assert settled(**TWO_MACHINES, strategy="hybrid_shard").strategy == 4
     assert "<N>GB" not in refusal(gpus="1xA100-800GB").fix  # it has a size
     assert settled(model="gpt2", gpus="8 x H100").engine == settled(model="gpt2", gpus="8xH100").engine
     assert settled(model="gpt2", gpus="8xB300-288GB").gpus == "8xB300-288GB"  # newer than the table, with its memory
@@ -291,19 +292,6 @@ def test_what_does_not_fit_is_said(model: str, gpus: str, engine: str, reason: s
     warnings = " ".join(interview.warnings(interview.interview(flags, {}, defaults=True)))
     assert bool(warnings) == bool(reason)
     assert re.match(rf"(warning: this doesn't fit: {reason}.*; accel-fsdp plan --config says what fits)?$", warnings)
-
-
-def test_the_length_of_the_defaults_is_the_plans() -> None:
-    """GPT-2 too, which has 1,024 positions, and rows of another length."""
-    for model, length, asked in (
-        ("llama-3.1-8b", "2,048", ""),
-        ("gpt2", "1,024", ""),
-        ("llama-3.1-8b", "8,192", "8192"),
-    ):
-        flags = {"model": model, "gpus": "8xH100"} | ({"seq_len": asked} if asked else {})
-        context = interview.interview(flags, {}, defaults=True).settled(until="strategy")
-        question = next(question for question in questions.QUESTIONS if question.field == "strategy")
-        assert f" x {length} tokens" in question.default(context)[1]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import yaml
-from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
 from conftest import ROOT, here, run
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -195,36 +194,6 @@ def test_the_comments_of_a_removed_section_stay(tmp_path: Path) -> None:
 
 
 TOP = "distributed_type: FSDP\nmixed_precision: 'no'\nnum_processes: 8\nnum_machines: 2\nmain_process_ip: a\n"
-CRASHING = {
-    "number": "fsdp_sharding_strategy: 2",
-    "numeric text": "fsdp_sharding_strategy: '2'",
-    "lower case": "fsdp_sharding_strategy: shard_grad_op",
-    "local": "fsdp_sharding_strategy: FULL_SHARD\n  fsdp_state_dict_type: LOCAL_STATE_DICT",
-}
-CHANGING = {
-    "hybrid": "fsdp_sharding_strategy: HYBRID_SHARD",
-    "no shard": "fsdp_sharding_strategy: NO_SHARD",
-    "ignored": "fsdp_sharding_strategy: FULL_SHARD\n  fsdp_reshard_after_forward: SHARD_GRAD_OP",
-    "default": "fsdp_sharding_strategy: FULL_SHARD",
-}
-
-
-@pytest.mark.parametrize("name", [*CRASHING, *CHANGING])
-def test_where_accelerates_own_converter_fails(name: str, tmp_path: Path) -> None:
-    """Red when `accelerate to-fsdp2` learns to convert these: then say so in the README."""
-    path, theirs = tmp_path / "old.yaml", tmp_path / "theirs.yaml"
-    keys = (CRASHING | CHANGING)[name]
-    path.write_text(f"{TOP}fsdp_config:\n  fsdp_version: 1\n  fsdp_auto_wrap_policy: NO_WRAP\n  {keys}\n")
-    theirs.write_text(yaml.safe_dump(convert_config_to_fsdp2(yaml.safe_load(path.read_text()))))
-    if name in CRASHING:
-        with pytest.raises(ValueError, match=r"invalid truth value|does not support LOCAL_STATE_DICT"):
-            meaning(theirs)
-    else:
-        same = ("strategy", "state")
-        assert [meaning(theirs).get(fact) for fact in same] != [meaning(path)[fact] for fact in same]
-    assert not assert_same_meaning(path, "fsdp2").lost
-
-
 V1 = TOP + "fsdp_config:\n  fsdp_version: 1\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
 V2 = V1.replace("version: 1", "version: 2")
 DS = TOP.replace("FSDP", "DEEPSPEED") + "deepspeed_config:\n  deepspeed_multinode_launcher: standard\n  zero_stage: 3\n"

@@ -112,19 +112,6 @@ def test_overwriting_needs_a_yes(tmp_path: Path) -> None:
     assert "fsdp_version: 2" in path.read_text()
 
 
-def test_the_command_in_the_header_writes_the_same_bytes(tmp_path: Path) -> None:
-    import shlex
-
-    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
-    flags = ["--fsdp-version", "1", "--strategy", "HYBRID_SHARD", "--wrap-policy", "size_based_wrap"]
-    flags += ["--seq-len", "32768"]
-    assert here("config", "--yes", *LLAMA, *flags, "-o", first).code == 0
-    words = shlex.split(first.read_text().splitlines()[2].removeprefix("#"))
-    assert here(*words[1:], "-o", second).code == 0
-    assert first.read_bytes() == second.read_bytes()
-    assert "fsdp_activation_checkpointing: true" in first.read_text()  # 2,048 tokens need none
-
-
 @pytest.mark.parametrize(("engine", "precision"), [("fsdp", "'no'"), ("ddp", "'no'"), ("tpu", "bf16")])
 def test_a_cpu_trains_in_float32(engine: str, precision: str, tmp_path: Path) -> None:
     path = tmp_path / "made.yaml"
