@@ -16,7 +16,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent, merge_key_bin
 from accel_fsdp import console
 from accel_fsdp.errors import UserError
 from accel_fsdp.wizard.answers import Context
-from accel_fsdp.wizard.interview import Interview, in_words, introduce
+from accel_fsdp.wizard.interview import Interview, introduce
 from accel_fsdp.wizard.questions import QUESTIONS, Question, settle
 from accel_fsdp.wizard.to_yaml import flag_text
 
@@ -88,8 +88,7 @@ def _ask(question: Question, context: Context, before: Any) -> Any:
                 introduce(answer)
             return answer
         except UserError as error:
-            at_prompt = UserError(in_words(error.what), why=in_words(error.why), fix=in_words(error.fix))
-            console.say(str(at_prompt), style="red", wrap=True, lines=True)
+            console.say(str(error), style="red", wrap=True, lines=True)
 
 
 def _ask_text(question: Question, context: Context, before: Any) -> Any:

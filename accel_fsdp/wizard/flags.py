@@ -15,6 +15,8 @@ SeqLen = Annotated[
     int | None, arg("Tokens per sequence.", "TOKENS", default=f"{Recipe.length}, or the model's positions if fewer")
 ]
 """The length that memory is predicted for, here and in `accel-fsdp plan`."""
+LONGEST = 29
+"""Characters of choices that `--help` lists; it calls longer ones TYPE."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,9 @@ class WizardOptions:
 
 
 def _flag(question: Question) -> tuple[str, Any, Any]:
-    argument = arg(question.prompt, question.metavar, hint="(asked)", alias=question.alias)
+    words = "|".join(str(value).lower() for value in question.meanings if value not in question.hidden)
+    metavar = ("TYPE" if len(words) > LONGEST else words) or question.metavar
+    argument = arg(question.prompt, metavar, hint="(asked)", alias=question.alias)
     return question.field, Annotated[str | None, argument], dataclasses.field(default=None)
 
 

@@ -1,6 +1,5 @@
 """Settles the questions of `questions.py` by flags and defaults; `asking.py` asks the remaining ones."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -78,8 +77,8 @@ class Interview:
                 if name in self.flags or name == "model":
                     raise
                 del self.given[name]
-                note = f"{in_words(joined(error.what, error.why))}; going on without it: {error.fix}"
-                console.say(f"note: {note}", style="yellow", wrap=True)
+                note = f"note: {joined(error.what, error.why)}; going on without it: {error.fix}"
+                console.say(note, style="yellow", wrap=True)
         return judged(question, settle(question, context, question.default(context)[0]))
 
     def _with_model(self, context: Context) -> Context:
@@ -141,13 +140,6 @@ def warnings(session: Interview) -> tuple[str, ...]:
         lead = "this leaves too little free memory" if job.verdict == "tight" else "this doesn't fit"
         lines.append(f"warning: {lead}: {job.refused or f'it {job.words}'}; accel-fsdp plan --config says what fits")
     return tuple(lines)
-
-
-def in_words(text: str) -> str:
-    """Replaces flags by the titles of their questions."""
-    for question in QUESTIONS:
-        text = re.sub(rf"{question.flag}(?![\w-])", question.title, text)
-    return text
 
 
 @cache

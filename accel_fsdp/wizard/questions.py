@@ -143,7 +143,7 @@ IF: Mapping[str, Condition] = {
     "never": lambda context: False,
 }
 """The conditions under which questions apply or are asked."""
-METAVARS = {Kind.BOOL: "true|false", Kind.INT: "N", Kind.NAMES: "NAME[,NAME]", Kind.TEXT: "TEXT"}
+METAVARS = {Kind.NAMES: "NAME[,NAME]", Kind.TEXT: "TEXT"}
 
 
 def _of_key(name: str, key: str, meanings: Mapping[Any, str] | None = None, **more: Any) -> Question:
@@ -152,13 +152,7 @@ def _of_key(name: str, key: str, meanings: Mapping[Any, str] | None = None, **mo
     field = BY_NAME[place]
     choices = {int(value) if value.isdecimal() else value: text for value, text in field.meanings.items()}
     meanings = meanings or ({False: "", True: ""} if field.kind is Kind.BOOL else choices)
-    metavar = METAVARS.get(field.kind) or _words(meanings, more.get("hidden", ()))
-    return Question(name, field.question, meanings, metavar=metavar, key=place, **more)
-
-
-def _words(meanings: Mapping[Any, str], hidden: tuple[str, ...] = ()) -> str:
-    words = "|".join(str(value) for value in meanings if value not in hidden)
-    return "TYPE" if len(words) > 29 else words
+    return Question(name, field.question, meanings, metavar=METAVARS.get(field.kind, "N"), key=place, **more)
 
 
 METHODS = {
@@ -186,13 +180,13 @@ NAMES = {str(number): name for number, name in STRATEGIES.items()}
 FSDP = "fsdp_config.fsdp"
 QUESTIONS: tuple[Question, ...] = (
     Question("model", "Which model? (hub id or local folder)", metavar="ID_OR_FOLDER"),
-    Question("method", "What do you train?", METHODS, metavar=_words(METHODS)),
+    Question("method", "What do you train?", METHODS),
     Question(
         "gpus", "Which machine will train? (such as 8xH100-80GB, 2x8xA100-40GB, cpu)", metavar="NxNAME[-MEMORYGB]"
     ),
     _of_key("num_machines", "num_machines", asked=IF["one machine"], alias="--nodes"),
     Question("seq_len", "How many tokens per sequence?", helps=IF["planned"], metavar="TOKENS"),
-    Question("engine", "Which engine?", ENGINES, metavar=_words(ENGINES)),
+    Question("engine", "Which engine?", ENGINES),
     _of_key("fsdp_version", f"{FSDP}_version", needs="--engine fsdp", asked=IF["never"]),
     _of_key("strategy", f"{FSDP}_sharding_strategy", STRATEGY_MEANINGS, names=NAMES, needs="--engine fsdp"),
     _of_key("zero_stage", "deepspeed_config.zero_stage", needs="--engine deepspeed"),

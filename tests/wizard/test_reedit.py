@@ -150,7 +150,7 @@ def test_an_address_that_cannot_be_used_goes(tmp_path: Path) -> None:
     [
         ({}, "8192", ""),
         ({"seq_len": "4096"}, "4096", ""),
-        ({"model": "gpt2"}, "1024", "seq len 8192 is longer than the 1024 positions of openai-community/gpt2"),
+        ({"model": "gpt2"}, "1024", "--seq-len 8192 is longer than the 1024 positions of openai-community/gpt2"),
     ],
 )
 def test_the_length_that_memory_was_judged_with_is_kept(
@@ -172,7 +172,7 @@ def test_an_answer_that_cannot_be_used_is_said(tmp_path: Path, capsys: pytest.Ca
     path = tmp_path / "old.yaml"
     path.write_text(V2.replace("'no'", "bf17"))
     assert wizard.configure(wizard.WizardOptions(from_file=path, yes=True), LLAMA) == 0
-    assert "mixed precision bf17 can't be used. Did you mean bf16?" in " ".join(capsys.readouterr().err.split())
+    assert "--mixed-precision bf17 can't be used. Did you mean bf16?" in " ".join(capsys.readouterr().err.split())
     assert "bf17" not in path.read_text()
 
 

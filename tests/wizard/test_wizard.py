@@ -89,8 +89,8 @@ def test_a_bad_answer_is_asked_again(tiny_model: Path, tmp_path: Path) -> None:
     terminal.answer(ASKED[0], "/no/such/model")
     terminal.wait_for("does not exist")
     terminal.answer(ASKED[0], " ")
-    terminal.wait_for("error: model is missing")
-    terminal.wait_for("fix: model with a hub id or a folder")
+    terminal.wait_for("error: --model is missing")
+    terminal.wait_for("fix: --model with a hub id or a folder")
     assert "\\n" not in terminal.child.before  # the three parts of an error have a line each
     terminal.answer(ASKED[0], str(tiny_model))
     terminal.answer("How many tokens per sequence?")
