@@ -22,8 +22,6 @@ from accel_fsdp.wizard.to_yaml import flag_text
 
 BACK = object()
 """The answer after Escape."""
-ESCAPE_SECONDS = 0.1
-"""Seconds to wait after Escape for the rest of an arrow key's sequence."""
 FIELDS = [question.field for question in QUESTIONS]
 GREETING = (
     "Arrow keys choose, Enter answers, Escape goes back one question, Ctrl-C stops and writes nothing. "
@@ -157,5 +155,5 @@ def _run(question: questionary.Question) -> Any:
     for window in application.layout.find_all_windows():
         window.wrap_lines = Always()
     application.key_bindings = merge_key_bindings([application.key_bindings or KeyBindings(), bindings])
-    application.ttimeoutlen = ESCAPE_SECONDS
+    application.ttimeoutlen = 0.1  # seconds to wait after Escape for the rest of an arrow key's sequence
     return question.unsafe_ask()

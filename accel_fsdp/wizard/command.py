@@ -42,8 +42,8 @@ def configure(options: WizardOptions, flags: Mapping[str, str]) -> int:
         fix = f"-o {output.with_suffix('.yaml')}"
         raise UsageError(f"{output} would hold YAML", why="Accelerate reads it as JSON", fix=fix)
     interactive = not options.yes and sys.stdin.isatty()
-    is_guarded = str(output) != "-" and not options.force and (options.output or not options.from_file)
-    if is_guarded and not interactive:
+    is_in_place = options.from_file and not options.output
+    if not (interactive or is_in_place or options.force or str(output) == "-"):
         atomic_files.refuse_existing(output)
     original, written = _read(options.from_file, flags) if options.from_file else (None, {})
     if options.preset is not None and options.preset not in PRESETS:
