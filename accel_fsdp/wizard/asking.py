@@ -43,7 +43,7 @@ def interview(flags: Mapping[str, str], given: Mapping[str, Any]) -> Interview:
 
 def change(session: Interview, field: str) -> None:
     """Asks one question again; answers that no longer fit fall back to their defaults, with a message."""
-    question = next(question for question in QUESTIONS if question.field == field)
+    question = QUESTIONS[FIELDS.index(field)]
     answer = _ask(question, session.settled(until=field), session.settled()[field])
     if answer is not BACK:
         session.flags, session.given[field] = {}, answer  # what was typed as a flag is now an answer like the others

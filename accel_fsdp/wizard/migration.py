@@ -86,9 +86,8 @@ def show_changes(changes: Iterable[Change], to_stderr: bool = True) -> None:
     """Prints a row for each change: a key before and after, with an arrow if it changes."""
     rows, styles = [], []
     for change in changes:
-        key = change.key.rpartition(".")[2]
-        before = f"{key}: {change.old}" if change.old else key
-        after = f"{change.new_key}: {change.new}" if change.new_key else change.new
+        before = ": ".join(filter(None, (change.key.rpartition(".")[2], change.old)))
+        after = ": ".join(filter(None, (change.new_key, change.new)))
         arrow = f"{before} → {after}" if after and after != change.old else before
         rows.append((change.kind + "!" * change.breaks, arrow, ": ".join(filter(None, (change.why, change.fix)))))
         styles.append("red" if change.breaks else "cyan" if change.kind == "renamed" else "yellow")
@@ -125,12 +124,11 @@ def for_engine(
     _check_sections(job, document)
     twin = ZERO_STAGES.get(STRATEGIES.get(written.get("strategy", 1), ""))
     stage = flags.get("zero_stage") or written.get("zero_stage") or twin or 3
-    named = {"deepspeed": f"zero{stage}", "fsdp": f"fsdp{version}"}.get(engine)
-    target = next((target for target in TARGETS if target == named), None)
-    return _retargeted(written, job, target) if target else written
+    named = {"deepspeed": f"zero{stage}", "fsdp": f"fsdp{version}"}.get(engine, "")
+    return _retargeted(written, job, named) if named in TARGETS else written
 
 
-def _retargeted(written: Mapping[str, Any], job: JobConfig, target: MigrationTarget) -> dict[str, Any]:
+def _retargeted(written: Mapping[str, Any], job: JobConfig, target: str) -> dict[str, Any]:
     """The answers of a file with another engine that shards the same, as far as it can."""
     strategy = written.get("strategy", 1)
     if job.engine is Engine.DEEPSPEED:

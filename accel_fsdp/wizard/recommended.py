@@ -35,14 +35,11 @@ _CACHE: "dict[tuple[Any, ...], Candidate | None]" = {}
 
 
 @cache
-def shape_of(model: str) -> "tuple[ModelShape, Mapping[str, Tapes]] | None":
-    """A model's shape and its recorded allocations, recorded now if need be; None if it can't be planned."""
+def shape_of(model: str) -> "tuple[ModelShape, Mapping[str, Tapes]]":
+    """A model's shape and its recorded allocations, recorded now if need be."""
     from accel_fsdp.prediction.tracing import by_name
 
-    try:
-        return by_name.read_shape(model, Recipe())
-    except UserError:  # such as an encoder-decoder
-        return None
+    return by_name.read_shape(model, Recipe())
 
 
 def problem_of(context: Context) -> "Problem | None":
@@ -53,16 +50,13 @@ def problem_of(context: Context) -> "Problem | None":
     from accel_fsdp.prediction import Problem, length_of
 
     machine, answers = context.machine, {**context.wished, **context.given}
-    is_known = context.model is not None and machine.accelerator is not None and gpus.is_known(machine.accelerator)
-    if not is_known or answers.get("wrap_policy") == "NO_WRAP":  # plans gather layers
+    if context.model is None or answers.get("wrap_policy") == "NO_WRAP":  # plans gather layers
         return None
-    if (known := shape_of(context["model"])) is None:
-        return None
-    shape, tapes = known
     try:
-        length = length_of(shape, context.given.get("seq_len"))
         gpu = gpus.find(str(machine.accelerator), machine.memory_gib)
-    except UserError:  # a GPU of another size
+        shape, tapes = shape_of(context["model"])
+        length = length_of(shape, context.given.get("seq_len"))
+    except UserError:  # an encoder-decoder, no GPU, or an unknown one
         return None
     number, asked = context["num_machines"], str(answers.get("num_processes", ""))
     ranks = int(asked) if _is_number(asked) and int(asked) else machine.count * number
