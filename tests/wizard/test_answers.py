@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import CLIPConfig
 
-from accel_fsdp import linter, models, planner, wizard
+from accel_fsdp import linter, planner, wizard
 from accel_fsdp.config import Engine, Method
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import MachineFacts, find, machines
@@ -24,7 +24,6 @@ from accel_fsdp.job import Job, Layout, Recipe, combinations
 from accel_fsdp.models import catalogue, config_json
 from accel_fsdp.wizard import Answers, interview, to_yaml
 
-Captured = pytest.CaptureFixture[str]
 TWO_MACHINES = {"model": "gpt2", "gpus": "2x8xA100-80GB", "main_process_ip": "10.0.0.1"}
 
 
@@ -113,7 +112,8 @@ def test_an_answer_is_refused_and_the_fix_works(flags: dict[str, str], what: str
         settled(**{**({"model": "gpt2"} if "gpus" in flags else TWO_MACHINES), flag.replace("-", "_"): value})
 
 
-def test_a_strategy_and_a_gpu_are_known_by_their_names() -> None:
+def test_strategy_gpu_and_model_are_known_by_other_names() -> None:
+    assert settled(model="llama-3.1-8b", gpus="8xH100").model == "meta-llama/Llama-3.1-8B"  # what train/sft.py can load
     assert settled(**TWO_MACHINES, strategy="hybrid_shard").strategy == 4
     assert "<N>GB" not in refusal(gpus="1xA100-800GB").fix  # it has a size
     assert settled(model="gpt2", gpus="8 x H100").engine == settled(model="gpt2", gpus="8xH100").engine
@@ -139,12 +139,6 @@ def test_what_our_script_mends_is_taken_with_a_warning(flags: dict[str, str], wh
     plain = interview.interview({"model": "llama-3.1-8b", "gpus": "8xH100", "method": "lora"}, {}, defaults=True)
     assert not interview.answers(plain).activation_checkpointing
     assert not any("PEFT" in line for line in interview.warnings(plain))
-
-
-def test_a_short_name_is_the_catalogues_model() -> None:
-    answers = settled(model="llama-3.1-8b", gpus="8xH100")
-    assert answers.model == "meta-llama/Llama-3.1-8B"  # what `train/sft.py` can load
-    assert models.read_model("llama-3.1-8b").parameters == 8_030_261_248  # `check --model`
 
 
 @pytest.mark.parametrize(
@@ -186,7 +180,6 @@ def test_what_our_script_cannot_train_gets_a_launch_line_of_its_own(
     ("flags", "script"),
     [
         (["--layer-class", "MyBlock"], "YOUR_SCRIPT.py"),
-        (["--layer-class", "MyBlock", "--engine", "fsdp", "--fsdp-version", "1"], "YOUR_SCRIPT.py"),
         (["--layer-class", "FluxTransformerBlock", "--model", "./flux"], "YOUR_SCRIPT.py"),
         (["--layer-class", "LlamaDecoderLayer", "--model", "my/gated-llama"], "train/sft.py"),
     ],
@@ -401,9 +394,7 @@ EXPANDABLE = ["PYTORCH_ALLOC_CONF=expandable_segments:True"]
     [
         ("8xH100-80GB", {"seq_len": "4096"}, EXPANDABLE),
         ("8xGH999-96GB", {"seq_len": "4096"}, EXPANDABLE),  # not in the table, so memory isn't judged
-        ("8xA100-40GB", {}, EXPANDABLE),
         ("2x8xA100-40GB", {"method": "lora"}, EXPANDABLE),
-        ("4x4090", {"method": "lora", "fsdp_version": "2"}, EXPANDABLE),
         ("8xMI300X", {}, []),  # expandable segments may hang under ROCm
         ("cpu", {"num_processes": "8"}, []),
     ],

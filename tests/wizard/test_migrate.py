@@ -376,12 +376,11 @@ def test_stdout_is_for_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert path.read_text() == COMMENTED
 
 
-@pytest.mark.parametrize("columns", [60, 80])
-def test_advice_is_whole_at_any_width(columns: int, tmp_path: Path) -> None:
+def test_advice_is_whole_at_any_width(tmp_path: Path) -> None:
     path = tmp_path / "fsdp.yaml"
     path.write_text(V2 + "  fsdp_activation_checkpointing: true\n")
     words = [sys.executable, "-m", "accel_fsdp", "migrate", path, "--to", "zero3", "--force"]
-    shown = run(words, COLUMNS=str(columns)).output
+    shown = run(words, COLUMNS="60").output
     row = shown[shown.index("lost!") :].partition("changed")[0]
     assert row.split().count("true") == 2, shown  # the key's value, and the end of the advice
 

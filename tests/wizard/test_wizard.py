@@ -164,17 +164,6 @@ def test_an_answer_is_changed_at_the_review(tmp_path: Path) -> None:
     assert "fsdp_config" not in path.read_text()
 
 
-def test_a_file_is_re_edited_with_a_diff(tmp_path: Path) -> None:
-    path = yaml_in(tmp_path)
-    path.write_text(path.read_text().replace("num_machines: 1", "num_machines: 1  # mine"))
-    changed = here("config", "--from", path, "--yes", "--strategy", "2")
-    assert changed.code == 0, changed.output
-    assert "-  fsdp_reshard_after_forward: true" in changed.output
-    assert "+  fsdp_reshard_after_forward: false" in changed.output
-    assert "num_machines: 1  # mine" in path.read_text()
-    assert "--strategy 2" in path.read_text()
-
-
 def test_an_unknown_preset_is_refused() -> None:
     finished = here("config", "--yes", "--preset", "fsdp3", *LLAMA[:2], "-o", "-")
     assert finished.code == 2
