@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from accel_fsdp import command_line
-from accel_fsdp.config import BY_NAME, HYBRID, STRATEGIES, ZERO_STAGES, Engine, Kind, zero_name
+from accel_fsdp.config import BY_NAME, HYBRID, STRATEGIES, Engine, Kind
 from accel_fsdp.errors import UsageError, did_you_mean
 from accel_fsdp.hardware import machines
 from accel_fsdp.models import catalogue
@@ -167,10 +167,9 @@ ENGINES = {
     "tpu": "torch_xla's FSDP on a TPU host",
     "single": "one process, which has nothing to share",
 }
-_FULL, _GRADS = (zero_name(ZERO_STAGES[STRATEGIES[number]]) for number in (1, 2))
 STRATEGY_MEANINGS = {
-    1: f"{STRATEGIES[1]}: parameters, gradients, optimizer state ({_FULL})",
-    2: f"{STRATEGIES[2]}: parameters kept after forward, less traffic ({_GRADS})",
+    1: f"{STRATEGIES[1]}: parameters, gradients, optimizer state (ZeRO-3)",
+    2: f"{STRATEGIES[2]}: parameters kept after forward, less traffic (ZeRO-2)",
     3: f"{STRATEGIES[3]}: plain data parallel, each GPU holds everything",
     4: f"{STRATEGIES[4]}: as 1 inside each machine, one replica per machine",
     5: f"{STRATEGIES[5]}: as 2 inside each machine, one replica each",
