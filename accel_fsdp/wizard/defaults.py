@@ -11,21 +11,15 @@ from accel_fsdp.wizard.answers import Context
 
 Default: TypeAlias = Callable[[Context], tuple[Any, str]]
 
-
-def always(value: Any, reason: str) -> Default:
-    """A fixed default."""
-    return lambda context: (value, reason)
-
-
-model = always("", "its layers become the FSDP units")
-method = always("full", "every weight is trained")
-tp = always(1, "whole layers; more sum activations over the ranks several times in each layer")
-ep = always(1, "each rank gathers all experts of a layer; more send tokens to the experts' ranks")
-wrap_policy = always("TRANSFORMER_BASED_WRAP", "gathers one layer at a time")
-activation_offload = always(False, "the inputs of layers stay on the GPU; in host memory they cost copies over PCIe")
-state_dict_type = always("SHARDED_STATE_DICT", "each rank writes its part; resumes on another number of GPUs")
-main_process_ip = always("", f"empty: {listed(PLACING, 'or')} give the address of the first machine")
-main_process_port = always(DEFAULT_PORT, "Accelerate's default")
+model = ("", "its layers become the FSDP units")
+method = ("full", "every weight is trained")
+tp = (1, "whole layers; more sum activations over the ranks several times in each layer")
+ep = (1, "each rank gathers all experts of a layer; more send tokens to the experts' ranks")
+wrap_policy = ("TRANSFORMER_BASED_WRAP", "gathers one layer at a time")
+activation_offload = (False, "the inputs of layers stay on the GPU; in host memory they cost copies over PCIe")
+state_dict_type = ("SHARDED_STATE_DICT", "each rank writes its part; resumes on another number of GPUs")
+main_process_ip = ("", f"empty: {listed(PLACING, 'or')} give the address of the first machine")
+main_process_port = (DEFAULT_PORT, "Accelerate's default")
 
 
 def gpus(context: Context) -> tuple[str, str]:

@@ -32,7 +32,7 @@ class Question:
     default, and `asked` whether the wizard asks it: the others have flags alone. `key` is the section and key of the
     YAML for the answer, if a single key takes it.
 
-    The default is the function of the question's name in `defaults`, the check that in `validation`, if any.
+    The default is the value or function of that name in `defaults`, the check the function in `validation`, if any.
     """
 
     field: str
@@ -57,8 +57,9 @@ class Question:
 
     def default(self, context: Context) -> tuple[Any, str]:
         """The proposed value, and the reason in one line."""
-        proposed: tuple[Any, str] = getattr(defaults, self.field)(context)
-        return proposed
+        proposed = getattr(defaults, self.field)
+        answer: tuple[Any, str] = proposed(context) if callable(proposed) else proposed
+        return answer
 
     def applies(self, context: Context) -> bool:
         return not self.needs or IF[self.needs](context)
