@@ -101,11 +101,13 @@ def test_a_schedule_for_the_batches_of_all_ranks(planned: int, moves: int, steps
     assert bool(list(schedules.find(Records(events)))) is is_mistake
 
 
-@pytest.mark.parametrize(("batches", "moves", "is_mistake"), [([3, 2], 12, False), ([4, 2], 18, True)])
+@pytest.mark.parametrize(
+    ("batches", "moves", "is_mistake"), [([3, 2], 12, False), ([4, 2], 18, True), ([4, 4], 18, True)]
+)
 def test_a_schedule_for_an_epoch_that_is_filled(batches: list[int], moves: int, is_mistake: bool) -> None:
-    """Three epochs of 3 batches, of which each of two ranks has 2; and of 4 batches, moved too often."""
+    """Three epochs of 3 batches, of which each of two ranks has 2; of 4, moved too often; and of 4 of its own."""
     schedule = {"optimizers": [0], "made_at": "", "moved_at": "", "is_by_script": False, "may_rise": False}
-    schedule |= {"planned": 3 * batches[0], "moves": moves, "latest_moves": moves}
+    schedule |= {"planned": 3 * batches[0], "moves": moves}
     step = {"optimizer": 0, "groups": [{"lr": [0.1]}]}
     ended = {"batches": batches, "backwards": 6, "schedules": [schedule]}
     events = [
