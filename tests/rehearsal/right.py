@@ -56,19 +56,10 @@ if "buffers" in WAYS:
 if "logs a gradient" in WAYS:
     norms: list[torch.Tensor] = []
     model.lm_head.weight.register_hook(lambda gradient: norms.append(gradient.norm()))
-if "gradient checkpointing" in WAYS:
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-if "adapter" in WAYS:
-    from peft import LoraConfig, get_peft_model
-
-    model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
 if "compiled" in WAYS:
     model = torch.compile(model, backend="eager")
 parameters = list(model.parameters())
 optimizer: Any = torch.optim.AdamW(parameters, lr=1e-3)
-if "learned weight of a loss" in WAYS:
-    scaled = nn.Linear(1, 1)
-    parameters += scaled.parameters()
 if "rate in a tensor" in WAYS:
     optimizer = torch.optim.AdamW(parameters, lr=torch.tensor(1e-3))
 if "momentum" in WAYS:
@@ -88,7 +79,6 @@ if "sums gradients" in WAYS:
         unit.set_gradient_divide_factor(1.0)
 if "hook" in WAYS:
     accelerator.unwrap_model(model).model.layers[0].mlp.register_forward_hook(lambda *given: given[2] * 1.5)
-average: dict[str, torch.Tensor] = {}
 
 
 def loss_of(batch: torch.Tensor) -> torch.Tensor:
@@ -109,8 +99,6 @@ def loss_of(batch: torch.Tensor) -> torch.Tensor:
     if "summed loss" in WAYS:  # the mean of a sum is right, and a copy is for a log
         accelerator.print("loss", accelerator.reduce(loss.detach(), "mean").item())
         torch.distributed.all_reduce(loss)
-    if "learned weight of a loss" in WAYS:
-        loss = scaled(loss[None])[0]
     if "two passes" in WAYS:
         loss = loss + model(input_ids=batch.flip(1), labels=batch).loss
     return loss
@@ -146,16 +134,10 @@ for step, batch in enumerate(loader):
             if "skips a batch" in WAYS and step == 0:
                 optimizer.zero_grad()
                 continue
-            if "learned weight of a loss" in WAYS:
-                for weight in scaled.parameters():
-                    weight.grad = accelerator.reduce(weight.grad, "mean")
             if "clips each micro-batch" in WAYS or ("clips" in WAYS and accelerator.sync_gradients):
-                accelerator.clip_grad_norm_(model.parameters(), max_norm=1.0 if "to 1" in WAYS else 1e-2)
+                accelerator.clip_grad_norm_(model.parameters(), max_norm=1e-2)
             optimizer.step()
             optimizer.zero_grad()
-    if "average" in WAYS:
-        for name, weight in model.named_parameters():
-            average.setdefault(name, weight.detach().clone()).lerp_(weight.detach(), 0.1)
     if "compares weights" in WAYS:
         apart = [accelerator.reduce(weight.detach(), "mean") - weight for weight in model.parameters()]
         assert max(float(weight.abs().max()) for weight in apart) < 1e-6
@@ -174,8 +156,6 @@ for step, batch in enumerate(loader):
         break
 
 own = accelerator.process_index
-if "saves state" in WAYS:
-    accelerator.save_state(sys.argv[3])
 if "gathers padded" in WAYS:
     accelerator.gather(accelerator.pad_across_processes(torch.zeros(2, 3 + own), dim=1))
 if "generates" in WAYS:

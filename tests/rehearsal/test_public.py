@@ -37,27 +37,6 @@ def test_a_script_that_ends_for_want_of_gpus(tmp_path: Path) -> None:
     assert "--processes" in step["fix"]
 
 
-REFERENCE = """
-import torch
-model, reference = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-rows = torch.ones(2, 4)
-(reference(rows).detach() - model(rows)).pow(2).mean().backward()
-optimizer.step()
-"""
-
-
-def test_a_reference_model_is_not_what_trains(tmp_path: Path) -> None:
-    """As in DPO: it runs, its weights could be trained, and no optimizer has them."""
-    script = tmp_path / "train.py"
-    script.write_text(REFERENCE)
-    done = run([sys.executable, "-m", "accel_fsdp.ranks", script], ACCEL_FSDP_EVENTS=str(tmp_path), RANK="0")
-    assert done.code == 0, done.output
-    (step,) = [event.content for event in ranks.read(tmp_path) if event.kind == "step"]
-    assert (step["missing"], step["strange"]) == (0, 0)
-    assert "optim" in REFERENCE.splitlines()[int(step["made_at"].rpartition(":")[2]) - 1]
-
-
 MISTAKEN = """
 import sys, torch
 from torch import nn
@@ -98,33 +77,6 @@ model(torch.ones(2, 4)).sum().backward()
 optimizer.zero_grad()
 get_optimizer_state_dict(model, optimizer)
 """
-
-
-PLAIN_FSDP1 = """
-import functools, torch, torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
-dist.init_process_group()
-torch.manual_seed(0)
-model = nn.Sequential(nn.TransformerEncoderLayer(16, 2), nn.TransformerEncoderLayer(16, 2), nn.Linear(16, 1))
-policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.TransformerEncoderLayer})
-model = FullyShardedDataParallel(model, auto_wrap_policy=policy)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-torch.manual_seed(dist.get_rank())
-model(torch.randn(4, 2, 16)).square().mean().backward()
-optimizer.step()
-"""
-
-
-def test_torchs_own_fsdp1_is_not_told_its_device(tmp_path: Path) -> None:
-    """On GPUs it takes the current one; here gloo's."""
-    script = tmp_path / "plain.py"
-    script.write_text(PLAIN_FSDP1)
-    file = yaml_file(tmp_path, FSDP1 | {"fsdp_transformer_layer_cls_to_wrap": "TransformerEncoderLayer"})
-    step = rehearsed(file, script)
-    assert step["passed"], step
-    assert step["said"].startswith("FSDP1 FULL_SHARD, 3 units")
 
 
 def test_what_torch_does_to_save_is_no_step(tmp_path: Path) -> None:
