@@ -91,10 +91,7 @@ WORDS = ("--dataset_train_split", "train_sft", "--columns", "prompt=question", "
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            "me/chats",
-            "as me/chats can't be read: Couldn't reach 'me/chats' on the Hub (OfflineModeIsEnabled)",
-        ),
+        ("me/chats", "as me/chats can't be read: Couldn't reach 'me/chats' on the Hub (OfflineModeIsEnabled)"),
         ("/data/me/chats", "as /data/me/chats isn't here: /data/me/chats"),
         ("chats.jsonl", f"as chats.jsonl isn't here: {ROOT / 'chats.jsonl'}"),
     ],

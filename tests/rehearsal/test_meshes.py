@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SFT, Finished, accel_fsdp
+from conftest import SFT, accel_fsdp
 from rehearsals import FSDP2, yaml_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -53,36 +53,34 @@ def mesh_file(folder: Path, precision: str, **sizes: int) -> Path:
     return yaml_file(folder, fsdp, mixed_precision=precision, **more)
 
 
-def passed(finished: Finished) -> dict[str, Any]:
-    """The report of a rehearsal in which every step passed, and gradients were repeated."""
+def proven(changes: list[str], *words: str | Path) -> dict[str, str]:
+    """What the steps of a rehearsal say, of which all passed and gradients were repeated."""
+    finished = accel_fsdp("rehearse", *words)
     report: dict[str, Any] = json.loads(finished.output[finished.output.index("{\n") :])
     assert finished.code == 0, finished.output
-    for step in report["steps"]:
-        assert "not repeated" not in step["said"], step
-    return report
+    assert report["changes"][:2] == changes
+    sentences = {step["name"]: step["said"] for step in report["steps"]}
+    for sentence in sentences.values():
+        assert "not repeated" not in sentence, sentence
+    assert "gradients and weights of the first 2 steps are those of one process" in sentences["resume after SIGKILL"]
+    assert "losses of steps 3 to 4 are those of one process" in sentences["resume on 1 rank"]
+    return sentences
 
 
 @pytest.mark.slow
 def test_shards_of_tensor_parallel_groups(models: Path, tmp_path: Path) -> None:
     file = mesh_file(tmp_path, "no", dp_shard=4, tp=2)
     words = ["--model", models / "qwen3", "--json", "--", "--gradient_accumulation_steps", "2"]
-    report = passed(accel_fsdp("rehearse", file, *words))
-    assert report["changes"][:2] == ["num_processes 8 -> 4", "mesh 1 x 4 x 2 -> 1 x 2 x 2"]
-    sentences = {step["name"]: step["said"] for step in report["steps"]}
+    sentences = proven(["num_processes 8 -> 4", "mesh 1 x 4 x 2 -> 1 x 2 x 2"], file, *words)
     whole, held = (int(sentences["train and save"].split()[place].replace(",", "")) for place in (-2, -4))
     assert whole / 4 <= held < whole / 4 + 100, sentences  # norms alone are not split
-    assert "gradients and weights of the first 2 steps are those of one process" in sentences["resume after SIGKILL"]
-    assert "losses of steps 3 to 4 are those of one process" in sentences["resume on 1 rank"]
 
 
 def test_divided_experts(models: Path, tmp_path: Path) -> None:
     words = ["--model", models / "qwen3_moe", "--json", "--", "--expert_parallel_size", "8"]
-    report = passed(accel_fsdp("rehearse", mesh_file(tmp_path, "bf16"), *words))
-    assert report["changes"][:2] == ["num_processes 8 -> 2", "--expert_parallel_size 8 -> 2"]
-    sentences = {step["name"]: step["said"] for step in report["steps"]}
-    assert "gradients and weights of the first 2 steps are those of one process" in sentences["resume after SIGKILL"]
+    changes = ["num_processes 8 -> 2", "--expert_parallel_size 8 -> 2"]
+    sentences = proven(changes, mesh_file(tmp_path, "bf16"), *words)
     assert "gradients and weights of the first 2 steps are those of one process" in sentences["train in bf16"]
-    assert "losses of steps 3 to 4 are those of one process" in sentences["resume on 1 rank"]
 
 
 def test_a_norm_of_split_heads_that_is_summed_too_often_is_found(models: Path, text_data: Path, tmp_path: Path) -> None:
@@ -105,79 +103,57 @@ def job(ranks: int, version: int = 2, machines: int = 1, **sizes: int) -> JobCon
     return JobConfig({**common, "fsdp_config": {"fsdp_version": version, "fsdp_sharding_strategy": 4}, **more})
 
 
-SCALED: dict[str, tuple[JobConfig, int, int | None, list[str]]] = {
-    "replicas": (
-        job(16, machines=2, dp_replicate=2, dp_shard=8),
-        1,
-        None,
-        ["num_processes 16 -> 4", "num_machines 2 -> 1", "mesh 2 x 8 -> 2 x 2"],
-    ),
-    "tp": (job(8, tp=8), 1, None, ["num_processes 8 -> 2", "mesh 1 x 1 x 8 -> 1 x 1 x 2"]),
-    "what is left shards": (job(8, tp=2), 1, None, ["num_processes 8 -> 4", "mesh 1 x 4 x 2 -> 1 x 2 x 2"]),
-    "fsdp, tp on 6": (job(8, dp_shard=4, tp=2), 1, 6, ["num_processes 8 -> 6", "mesh 1 x 4 x 2 -> 1 x 3 x 2"]),
-    "replicas, tp": (
-        job(8, dp_replicate=2, tp=4),
-        1,
-        None,
-        ["num_processes 8 -> 4", "mesh 2 x 1 x 4 -> 2 x 1 x 2"],
-    ),
-    "all three": (
-        job(32, dp_replicate=2, dp_shard=4, tp=4),
-        1,
-        None,
-        ["num_processes 32 -> 4", "mesh 2 x 4 x 4 -> 1 x 2 x 2, without replicas, which need --processes 8"],
-    ),
-    "all three on 8": (
-        job(32, dp_replicate=2, dp_shard=4, tp=4),
-        1,
-        8,
-        ["num_processes 32 -> 8", "mesh 2 x 4 x 4 -> 2 x 2 x 2"],
-    ),
-    "ep over all": (job(8), 8, None, ["num_processes 8 -> 2", "--expert_parallel_size 8 -> 2"]),
-    "ep over some": (job(8), 2, None, ["num_processes 8 -> 4", "--expert_parallel_size 2 -> 2"]),
-    "ep over all on 4": (job(8), 8, 4, ["num_processes 8 -> 4", "--expert_parallel_size 8 -> 4"]),
-    "ep of a group of tp": (
-        job(16, dp_shard=4, tp=4),
-        4,
-        None,
-        ["num_processes 16 -> 4", "mesh 1 x 4 x 4 -> 1 x 2 x 2", "--expert_parallel_size 4 -> 2"],
-    ),
-    "ep over groups of tp": (
-        job(16, dp_shard=4, tp=4),
-        16,
-        None,
-        ["num_processes 16 -> 4", "mesh 1 x 4 x 4 -> 1 x 2 x 2", "--expert_parallel_size 16 -> 4"],
-    ),
-}
+SCALED: dict[str, tuple[JobConfig, dict[str, int], list[str]]] = {
+    "replicas": (job(16, machines=2, dp_replicate=2, dp_shard=8), {},
+                 ["num_processes 16 -> 4", "num_machines 2 -> 1", "mesh 2 x 8 -> 2 x 2"]),
+    "tp": (job(8, tp=8), {}, ["num_processes 8 -> 2", "mesh 1 x 1 x 8 -> 1 x 1 x 2"]),
+    "what is left shards": (job(8, tp=2), {}, ["num_processes 8 -> 4", "mesh 1 x 4 x 2 -> 1 x 2 x 2"]),
+    "fsdp, tp on 6": (job(8, dp_shard=4, tp=2), {"processes": 6},
+                      ["num_processes 8 -> 6", "mesh 1 x 4 x 2 -> 1 x 3 x 2"]),
+    "replicas, tp": (job(8, dp_replicate=2, tp=4), {}, ["num_processes 8 -> 4", "mesh 2 x 1 x 4 -> 2 x 1 x 2"]),
+    "all three": (job(32, dp_replicate=2, dp_shard=4, tp=4), {},
+                  ["num_processes 32 -> 4", "mesh 2 x 4 x 4 -> 1 x 2 x 2, without replicas, which need --processes 8"]),
+    "all three on 8": (job(32, dp_replicate=2, dp_shard=4, tp=4), {"processes": 8},
+                       ["num_processes 32 -> 8", "mesh 2 x 4 x 4 -> 2 x 2 x 2"]),
+    "ep over all": (job(8), {"experts": 8}, ["num_processes 8 -> 2", "--expert_parallel_size 8 -> 2"]),
+    "ep over some": (job(8), {"experts": 2}, ["num_processes 8 -> 4", "--expert_parallel_size 2 -> 2"]),
+    "ep over all on 4": (job(8), {"experts": 8, "processes": 4},
+                         ["num_processes 8 -> 4", "--expert_parallel_size 8 -> 4"]),
+    "ep of a group of tp": (job(16, dp_shard=4, tp=4), {"experts": 4},
+                            ["num_processes 16 -> 4", "mesh 1 x 4 x 4 -> 1 x 2 x 2", "--expert_parallel_size 4 -> 2"]),
+    "ep over groups of tp": (job(16, dp_shard=4, tp=4), {"experts": 16},
+                             ["num_processes 16 -> 4", "mesh 1 x 4 x 4 -> 1 x 2 x 2",
+                              "--expert_parallel_size 16 -> 4"]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SCALED)
 def test_a_mesh_is_scaled(name: str) -> None:
-    real, experts, processes, expected = SCALED[name]
-    small, changes = scaled.scale(real, processes, experts)
+    real, sizes, expected = SCALED[name]
+    small, changes = scaled.scale(real, **sizes)
     assert changes == expected
-    layout = scaled.small_layout(real, small, experts)
+    layout = scaled.small_layout(real, small, sizes.get("experts", 1))
     assert layout.replicas * layout.shard_ranks * layout.tensor == small.number("num_processes")
     assert not layout.experts_misfit
 
 
-REFUSED: dict[str, tuple[JobConfig, int, int | None]] = {
-    "--expert_parallel_size 3 on a mesh of fsdp 8 x ep 3": (job(8), 3, None),
-    "tp_size alone becomes 2": (job(8, tp=8), 1, 4),
-    "cp_size can't be rehearsed": (job(8, cp=2, dp_shard=4), 1, None),
-    "an even number of processes": (job(8, dp_shard=4, tp=2), 1, 3),
-    "--processes 3": (job(8, version=1), 1, 3),
-    "--processes 1": (job(8), 1, 1),
-    "tp_size can't be rehearsed under FSDP1": (job(8, version=1, tp=2), 1, None),
-    "TPU can't be rehearsed": (JobConfig({"distributed_type": "XLA"}), 1, None),
+REFUSED: dict[str, tuple[JobConfig, dict[str, int]]] = {
+    "--expert_parallel_size 3 on a mesh of fsdp 8 x ep 3": (job(8), {"experts": 3}),
+    "tp_size alone becomes 2": (job(8, tp=8), {"processes": 4}),
+    "cp_size can't be rehearsed": (job(8, cp=2, dp_shard=4), {}),
+    "an even number of processes": (job(8, dp_shard=4, tp=2), {"processes": 3}),
+    "--processes 3": (job(8, version=1), {"processes": 3}),
+    "--processes 1": (job(8), {"processes": 1}),
+    "tp_size can't be rehearsed under FSDP1": (job(8, version=1, tp=2), {}),
+    "TPU can't be rehearsed": (JobConfig({"distributed_type": "XLA"}), {}),
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_does_not_fit_is_refused(message: str) -> None:
-    real, experts, processes = REFUSED[message]
+    real, sizes = REFUSED[message]
     with pytest.raises(UsageError) as refused:
-        scaled.scale(real, processes, experts)
+        scaled.scale(real, **sizes)
     assert message in str(refused.value)
 
 

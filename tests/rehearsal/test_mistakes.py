@@ -91,38 +91,56 @@ def test_lines_of_no_file_are_not_the_scripts(monkeypatch: pytest.MonkeyPatch) -
     assert "<frozen" not in scope["line"]
 
 
-def test_gradients_alone_may_be_what_a_script_wants() -> None:
-    def is_reported(**values: Any) -> bool:
-        return bool(mistakes_of(*(trained(rank, **{"steps": 0, "common_steps": 0, **values}) for rank in (0, 1))))
-
-    assert is_reported(kept=True)
-    assert not is_reported(kept=True, optimizers=0)  # as for maps of what a model looks at
-    assert not is_reported(kept=False)  # updated by hand, or loaded
-    assert not mistakes_of(trained(), trained(1))
+def ends(**values: Any) -> list[RankEvent]:
+    return [trained(rank, **values) for rank in (0, 1)]
 
 
-def test_weights_may_be_left_out_of_optimizers_on_purpose() -> None:
-    def is_reported(end: int = 3, **values: Any) -> bool:
-        sums = {name: [0.1, 1.0] for name in ("head", "body", "norm")[:end]}
-        models = [model(left=["head"], end=sums, last=sums), model(**{"end": sums, "last": sums, **values})]
-        return bool(mistakes_of(step(0), step(1), *(trained(rank, models=[models[rank]]) for rank in (0, 1))))
-
-    assert is_reported()
-    assert not is_reported(2)  # a head alone is trained
-    assert is_reported(2, unfrozen=["head"])
-    assert not is_reported(changed=["head"])  # on another rank
+def leaves_out(end: int = 3, **of_other: Any) -> list[RankEvent]:
+    """A head in no optimizer, of as many weights; `of_other` is what rank 1 says of it."""
+    sums = {name: [0.1, 1.0] for name in ("head", "body", "norm")[:end]}
+    models = [model(left=["head"], end=sums, last=sums), model(**{"end": sums, "last": sums, **of_other})]
+    return [step(0), step(1), *(trained(rank, models=[models[rank]]) for rank in (0, 1))]
 
 
-def test_gradients_may_be_0_where_a_batch_has_no_labels() -> None:
-    def is_reported(*norms: float) -> bool:
-        return bool(mistakes_of(*(step(rank, gradients=norm) for norm in norms for rank in (0, 1))))
+def norms(*gradients: float) -> list[RankEvent]:
+    return [step(rank, gradients=norm) for norm in gradients for rank in (0, 1)]
 
-    assert is_reported(*[1.0] * 17, *[0.0] * 3)
-    assert is_reported(0.0, 1.0, 0.0, 1.0)
-    assert not is_reported(1.0, 0.0)
-    assert not is_reported(*[1.0, 0.0, 1.0] * 6)
-    assert not is_reported(*[0.0] * 6)  # nor in one process
-    assert not mistakes_of(*(step(rank, gradients=float(rank)) for _ in range(4) for rank in (0, 1)))
+
+def copies(last: float, end: float) -> list[RankEvent]:
+    """The head of rank 1 after the last step and at the end; that of rank 0 has 0.1."""
+    models = [model(), model(last={"head": [last, 1.0]}, end={"head": [end, 1.0]})]
+    return [trained(rank, models=[models[rank]]) for rank in (0, 1)]
+
+
+UNSTEPPED = {"steps": 0, "common_steps": 0}
+JUDGED: dict[str, tuple[list[RankEvent], bool]] = {
+    "gradients are kept, and no optimizer steps": (ends(**UNSTEPPED, kept=True), True),
+    "gradients alone, as for maps of what a model looks at": (ends(**UNSTEPPED, kept=True, optimizers=0), False),
+    "weights updated by hand, or loaded": (ends(**UNSTEPPED), False),
+    "steps": (ends(), False),
+    "weights in no optimizer": (leaves_out(), True),
+    "a head alone is trained": (leaves_out(2), False),
+    "a head that is unfrozen later": (leaves_out(2, unfrozen=["head"]), True),
+    "a head that another rank changes": (leaves_out(changed=["head"]), False),
+    "no gradients in the last steps": (norms(*[1.0] * 17, *[0.0] * 3), True),
+    "no gradients in half of the steps": (norms(0.0, 1.0, 0.0, 1.0), True),
+    "a last batch without labels": (norms(1.0, 0.0), False),
+    "some batches without labels": (norms(*[1.0, 0.0, 1.0] * 6), False),
+    "no gradients in one process either": (norms(*[0.0] * 6), False),
+    "no gradients on one rank": ([step(rank, gradients=float(rank)) for _ in range(4) for rank in (0, 1)], False),
+    "copies part": (copies(0.2, 0.2), True),
+    "a rank loads its best weights, to evaluate them": (copies(0.1, 0.2), False),
+    "DDP's join sends the weights to one with fewer batches": (copies(0.2, 0.1), False),
+    "copies part, and the script combines them": ([told(0, "combines"), *copies(0.2, 0.2)], False),
+    "a rank steps less often": ([trained(), trained(1, common_steps=1)], True),
+    "a rank has a model of its own": ([trained(steps=5, backwards=5), trained(1)], False),
+}
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_what_is_a_mistake(name: str) -> None:
+    events, is_mistake = JUDGED[name]
+    assert bool(mistakes_of(*events)) is is_mistake
 
 
 def test_evaluation_mode_may_be_meant_where_all_ranks_have_it() -> None:
@@ -183,17 +201,6 @@ def test_rates_that_part_later_are_the_schedules() -> None:
     assert (made, moved) == ("mine.py:1", "mine.py:2")
 
 
-def test_copies_may_part_for_a_while() -> None:
-    def is_reported(last: float, end: float, *more: RankEvent) -> bool:
-        models = [model(), model(last={"head": [last, 1.0]}, end={"head": [end, 1.0]})]
-        return bool(mistakes_of(*more, *(trained(rank, models=[models[rank]]) for rank in (0, 1))))
-
-    assert is_reported(0.2, 0.2)
-    assert not is_reported(0.1, 0.2)  # a rank that loads its best weights, to evaluate them
-    assert not is_reported(0.2, 0.1)  # one that had fewer batches, to which DDP's join sends the weights
-    assert not is_reported(0.2, 0.2, told(0, "combines"))
-
-
 def test_how_copies_part() -> None:
     def parting(first: dict[str, Any], other: dict[str, Any], **values: Any) -> Any:
         models = [model(**values), model(last={"head": [0.2, 1.0]}, end={"head": [0.2, 1.0]})]
@@ -206,11 +213,6 @@ def test_how_copies_part() -> None:
     assert loaded.what == "the ranks' copies of the model part: ranks 0 and 1 end with different values of head"
     assert loaded.line == "mine.py:3"
     assert parting({}, {}, unfrozen=["head"]).what.startswith("head was frozen when DistributedDataParallel wrapped")
-
-
-def test_a_rank_may_have_a_model_of_its_own() -> None:
-    assert mistakes_of(trained(), trained(1, common_steps=1))
-    assert not mistakes_of(trained(steps=5, backwards=5), trained(1))
 
 
 def test_a_taken_port_is_not_the_scripts_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

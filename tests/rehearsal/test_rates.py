@@ -80,38 +80,28 @@ def test_a_schedule_may_rise(name: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("planned", "moves", "steps", "is_mistake"),
+    ("batches", "planned", "moves", "steps", "is_mistake"),
     [
-        (24, 12, 12, True),
-        (12, 12, 12, False),
-        (24, 24, 12, False),  # Accelerate moves it once for each rank
-        (24, 6, 6, True),  # two micro-batches in a step
-        (12, 6, 6, True),
-        (6, 6, 6, False),
-        (100, 12, 12, False),  # a run that is cut short on purpose
+        ([12, 6], 24, 12, 12, True),
+        ([12, 6], 12, 12, 12, False),
+        ([12, 6], 24, 24, 12, False),  # Accelerate moves it once for each rank
+        ([12, 6], 24, 6, 6, True),  # two micro-batches in a step
+        ([12, 6], 12, 6, 6, True),
+        ([12, 6], 6, 6, 6, False),
+        ([12, 6], 100, 12, 12, False),  # a run that is cut short on purpose
+        ([3, 2], 9, 12, 6, False),  # three epochs, each filled up for both ranks
+        ([4, 2], 12, 18, 6, True),
+        ([4, 4], 12, 18, 6, True),  # rows that the ranks don't share
     ],
 )
-def test_a_schedule_for_the_batches_of_all_ranks(planned: int, moves: int, steps: int, is_mistake: bool) -> None:
-    """Two epochs of 12 batches, of which each of two ranks has 6."""
+def test_a_schedule_for_the_batches_of_all_ranks(
+    batches: list[int], planned: int, moves: int, steps: int, is_mistake: bool
+) -> None:
+    """Epochs of batches for two ranks together, and for each of them."""
     schedule = {"optimizers": [0], "made_at": "", "moved_at": "", "is_by_script": True, "may_rise": True}
     schedule |= {"planned": planned, "moves": moves}
     step = {"optimizer": 0, "groups": [{"lr": [0.1]}]}
-    ended = {"batches": [12, 6], "backwards": 12, "schedules": [schedule]}
-    events = [*(RankEvent(0, 0.0, "step", step) for _ in range(steps)), RankEvent(0, 1.0, "trained", ended)]
-    assert bool(list(schedules.find(Records(events)))) is is_mistake
-
-
-@pytest.mark.parametrize(
-    ("batches", "moves", "is_mistake"), [([3, 2], 12, False), ([4, 2], 18, True), ([4, 4], 18, True)]
-)
-def test_a_schedule_for_an_epoch_that_is_filled(batches: list[int], moves: int, is_mistake: bool) -> None:
-    """Three epochs of 3 batches, of which each of two ranks has 2; of 4, moved too often; and of 4 of its own."""
-    schedule = {"optimizers": [0], "made_at": "", "moved_at": "", "is_by_script": False, "may_rise": False}
-    schedule |= {"planned": 3 * batches[0], "moves": moves}
-    step = {"optimizer": 0, "groups": [{"lr": [0.1]}]}
-    ended = {"batches": batches, "backwards": 6, "schedules": [schedule]}
-    events = [
-        *(RankEvent(rank, 0.0, "step", step) for rank in range(2) for _ in range(6)),
-        *(RankEvent(rank, 1.0, "trained", ended) for rank in range(2)),
-    ]
+    ended = {"batches": batches, "backwards": 12, "schedules": [schedule]}
+    events = [RankEvent(rank, 0.0, "step", step) for rank in range(2) for _ in range(steps)]
+    events += [RankEvent(rank, 1.0, "trained", ended) for rank in range(2)]
     assert bool(list(schedules.find(Records(events)))) is is_mistake

@@ -199,19 +199,11 @@ def test_train_sft_draws_the_same_dropout_again_under_fsdp2s_checkpointing(
     model = shutil.copytree(tiny_model, tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.5}))
-    places = ["--model_name_or_path", model, "--dataset_name", text_data]
+    words = ["--model_name_or_path", model, "--dataset_name", text_data, "--max_steps", "1"]
+    words += ["--per_device_train_batch_size", "2", "--output_dir"]
     for more in ([], ["--use_peft", "--lora_dropout", "0.5"]):
-        words = [
-            *places,
-            *more,
-            "--output_dir",
-            tmp_path / f"out{len(more)}",
-            "--max_steps",
-            "1",
-            "--per_device_train_batch_size",
-            "2",
-        ]
-        finished = accel_fsdp("rehearse", tmp_path / "job.yaml", "--script", SFT, "--", *words)
+        places = [*words, tmp_path / f"out{len(more)}", *more]
+        finished = accel_fsdp("rehearse", tmp_path / "job.yaml", "--script", SFT, "--", *places)
         assert finished.code == 0, finished.output
 
 

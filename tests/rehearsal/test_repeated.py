@@ -97,11 +97,8 @@ def update_with(losses: list[float], accumulation: int, *, backwards: int = 0, s
 
 
 def test_losses_may_be_of_more_batches_than_they_are_divided_by() -> None:
-    assert loss_shares.misdivided(update_with([0.5] * 4, 2), 2) == {
-        "what": "other-step",
-        "batches": 4,
-        "accumulation": 2,
-    }
+    other = {"what": "other-step", "batches": 4, "accumulation": 2}
+    assert loss_shares.misdivided(update_with([0.5] * 4, 2), 2) == other
     assert not loss_shares.misdivided(update_with([0.5] * 2, 2), 2)
     assert not loss_shares.misdivided(update_with([0.5] * 4, 2, same=True), 3)  # two losses of each batch
     assert not loss_shares.misdivided(update_with([0.5] * 4, 2, backwards=2), 3)  # of two tasks

@@ -55,15 +55,20 @@ print(torch.cuda.is_available(), *asking.sees())
 """
 
 
-def test_libraries_see_no_gpu(tmp_path: Path) -> None:
+def printed(folder: Path, files: dict[str, str], *words: Path, **variables: str) -> str:
+    """What train.py, which is among these files, prints as a rank without a GPU."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    command = [sys.executable, "-m", "accel_fsdp.ranks", folder / "train.py", *words]
+    return run(command, CUDA_VISIBLE_DEVICES="", **variables).output.strip()
+
+
+@pytest.mark.parametrize(("folder", "sees"), [("site-packages", "True False 0"), ("modules", "True True 1")])
+def test_libraries_see_no_gpu(folder: str, sees: str, tmp_path: Path) -> None:
     """They would use its kernels. A module of the user's own, wherever it is, sees what the script sees."""
-    (tmp_path / "train.py").write_text(ASKING)
-    for folder, sees in (("site-packages", "True False 0"), ("modules", "True True 1")):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "asking.py").write_text(LIBRARY)
-        command = [sys.executable, "-m", "accel_fsdp.ranks", tmp_path / "train.py", tmp_path / folder]
-        done = run(command, CUDA_VISIBLE_DEVICES="", LOCAL_WORLD_SIZE="1")
-        assert done.output.strip() == sees
+    files = {"train.py": ASKING, f"{folder}/asking.py": LIBRARY}
+    assert printed(tmp_path, files, tmp_path / folder, LOCAL_WORLD_SIZE="1") == sees
 
 
 IN_A_CONTEXT = """
@@ -77,11 +82,8 @@ places = torch.ones(1).device, torch.ones(1, device="cuda").device
 
 def test_a_gpu_that_is_asked_for_within_a_device_context(tmp_path: Path) -> None:
     """The context ends with its block, and devices are translated after it."""
-    (tmp_path / "deep").mkdir()
-    (tmp_path / "deep/asking.py").write_text(IN_A_CONTEXT)
-    (tmp_path / "train.py").write_text("from deep import asking\nprint(*asking.places)\n")
-    done = run([sys.executable, "-m", "accel_fsdp.ranks", tmp_path / "train.py"], CUDA_VISIBLE_DEVICES="")
-    assert done.output.strip() == "cpu cpu"
+    files = {"train.py": "from deep import asking\nprint(*asking.places)\n", "deep/asking.py": IN_A_CONTEXT}
+    assert printed(tmp_path, files) == "cpu cpu"
 
 
 ATTENDING = """
@@ -96,12 +98,9 @@ KERNELS = "NAMES = ['flash_attention_2', 'kernels-community/vllm-flash-attn3']\n
 
 
 def test_flash_attention_becomes_what_transformers_chooses(tiny_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(ATTENDING)
-    (tmp_path / "deep").mkdir()
-    (tmp_path / "deep/kernels.py").write_text(KERNELS)
-    command = [sys.executable, "-m", "accel_fsdp.ranks", tmp_path / "train.py", tiny_model]
-    done = run(command, CUDA_VISIBLE_DEVICES="", ACCEL_FSDP_EVENTS=str(tmp_path))
-    assert done.output.splitlines().count("sdpa cpu") == 2
+    files = {"train.py": ATTENDING, "deep/kernels.py": KERNELS}
+    output = printed(tmp_path, files, tiny_model, ACCEL_FSDP_EVENTS=str(tmp_path))
+    assert output.splitlines().count("sdpa cpu") == 2
     taken = own_script.with_lines(ranks.read(tmp_path), "taken-for-cpu")
     for argument in ('device_map="cuda"', 'attn_implementation="flash_attention_2"'):
         assert f"from_pretrained({argument}) (train.py:6)" in taken
