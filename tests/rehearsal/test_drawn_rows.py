@@ -160,16 +160,12 @@ WRONG: dict[str, tuple[Callable[[int], Epochs], str]] = {
         lambda rank: again(sampled(distributed(rank), rank), 2),
         "of 32 rows the ranks take only 16 in an epoch: accelerator.prepare and a DistributedSampler both",
     ),
-    "another seed": (lambda rank: again(unprepared(distributed(rank, seed=rank))), r"rank 1 .* \d of 14 rows"),
     "another seed, padded": (
         lambda rank: again(DataLoader(ROWS, 2, sampler=distributed(rank, seed=rank), collate_fn=padded)), "of 14 rows",
     ),
     "not prepared": (lambda rank: again(DataLoader(ROWS, 2, shuffle=True)), r"on \d\d of 30 rows"),
     "one rank number": (lambda rank: again(unprepared(distributed(0))), "on 14 of 14 rows"),
     "overlapping parts": (lambda rank: again(DataLoader(ROWS[12 * rank :][:20], 2, shuffle=True)), r"on \d of 18 rows"),
-    "halves that each rank shuffled": (
-        lambda rank: again(DataLoader([ROWS[place] for place in shuffled(4 + rank)][rank::2], 2)), "on 3 of 14 rows",
-    ),
     "no set_epoch": (
         lambda rank: again(unprepared(distributed(rank))),
         "epoch 2 has the rows of epoch 1 in the same order, 14 on rank 0",

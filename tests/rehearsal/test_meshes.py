@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import SFT, accel_fsdp
-from rehearsals import FSDP2, yaml_file
+from rehearsals import FSDP2, rehearsed, yaml_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from accel_fsdp.config import JobConfig
@@ -91,8 +91,7 @@ def test_a_norm_of_split_heads_that_is_summed_too_often_is_found(models: Path, t
     words = ["--model_name_or_path", models / "qwen3", "--dataset_name", text_data, "--output_dir", tmp_path / "out"]
     words += ["--max_steps", "1", "--gradient_accumulation_steps", "2", "--per_device_train_batch_size", "1"]
     file = mesh_file(tmp_path, "no", dp_shard=4, tp=2)
-    finished = accel_fsdp("rehearse", "--json", file, "--script", script, "--", *words)
-    step = json.loads(finished.output[finished.output.index("{\n") :])["steps"][-1]
+    step = rehearsed(file, script, *words)
     assert (step["passed"], step["key"]) == (False, "the script"), step
     assert "k_norm.weight differs from that of one process" in step["said"], step
 
