@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from accel_fsdp.ranks import parts
@@ -15,8 +15,7 @@ class Unrepeatable(Exception):
     """Why an update can't be repeated, as a sentence."""
 
 
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
+def alone() -> contextlib.AbstractContextManager[Any]:
     """Raises `Unrepeatable` where code communicates with other ranks, which have ended their scripts."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,8 +25,7 @@ def alone() -> Iterator[None]:
                 raise Unrepeatable("the model's forward communicates with other ranks")
             return func(*args, **(kwargs or {}))
 
-    with RefusedCommunication():  # type: ignore[no-untyped-call]
-        yield
+    return RefusedCommunication()  # type: ignore[no-untyped-call]
 
 
 Tensors: TypeAlias = "dict[str, torch.Tensor]"

@@ -91,7 +91,7 @@ class _Repeated:
                 self._report("dropped", lines.nearest(self.first["line"], CLEAR), accumulation=len(shares))
             raise Unrepeatable(why)
         if self.first["precision"] == "fp8":
-            raise Unrepeatable(f"autocast on a CPU has no {self.first['precision']}")
+            raise Unrepeatable("autocast on a CPU has no fp8")
         copies = [kept.plain for kept in recorder.copies]
         used = {forward["model"] for update in updates for forward in update["forwards"]}
         model = copies[next(iter(used))] if len(used) == 1 else None
@@ -131,7 +131,8 @@ class _Repeated:
             plain = {name: gradient for name, gradient in plain.items() if name in covered}
         worst = self._compare_gradients(reduced, {name: plain[name] for name in plain if name in {*reduced, *covered}})
         self._compare_clipping(reduced, used)
-        self._compare_losses()
+        if content := loss_shares.misdivided(self.first, len(self.with_rows)):
+            self._report(line=self.first["line"], **content)
         if content := loss_shares.flaw(self.with_rows):
             self._report("counted", self.first["line"], **content)
         before, after = self._whole_tensors("weights"), self._whole_tensors("after")
@@ -292,10 +293,6 @@ class _Repeated:
         if abs(expected - known[lowest]) > 10 * EXACT * expected:
             self._report("clipped-otherwise", clips[-1]["line"], factors=[known[lowest], expected])
 
-    def _compare_losses(self) -> None:
-        if content := loss_shares.misdivided(self.first, len(self.with_rows)):
-            self._report(line=self.first["line"], **content)
-
     def _compare_steps(self, before: Tensors, used: Tensors, after: Tensors) -> str:
         """Repeats each optimizer's step with the gradients that it used; returns why it can't, or an empty text."""
         for index, (step, optimizer) in enumerate(zip(self.first["steps"], self.optimizers, strict=False)):
@@ -313,13 +310,7 @@ class _Repeated:
                 change, expected = after[name].float() - before[name].float(), weight.float() - before[name].float()
                 size = max(norm(expected), 1e-6 * norm(before[name]))
                 if size and (difference := norm(change - expected) / size) > 10 * EXACT:
-                    self._report(
-                        "step",
-                        step["line"],
-                        name=name,
-                        apart=difference,
-                        optimizer=kind.__name__,
-                    )
+                    self._report("step", step["line"], name=name, apart=difference, optimizer=kind.__name__)
                     return ""
         return ""
 

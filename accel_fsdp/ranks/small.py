@@ -5,14 +5,13 @@ script's line. Models of up to `PARAMETERS` weights stay as they are, and so do 
 ends with its rows.
 """
 
-import contextlib
 import copy
 import functools
 import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -42,6 +41,8 @@ PADDED = Internal("transformers.tokenization_utils_base:PreTrainedTokenizerBase.
 RELIES_ON = (BUILT, PADDED)
 OF_THE_HUB = ("cache_dir", "force_download", "revision", "subfolder", "token", "variant")
 """Arguments that say where a model's files are."""
+AT_WORK = functools.partial(mock.patch.object, observing, "is_paused", True)
+"""Models that are made in it are parts of a small one, which may have more than `PARAMETERS` weights."""
 
 
 def install() -> None:
@@ -91,7 +92,7 @@ class _SmallModels:
         unused = {key: value for key, value in unused.items() if key not in OF_THE_HUB}
         if getattr(unused.get("quantization_config"), "dequantize", False):
             del unused["quantization_config"]  # the small model's weights are whole, and transformers would refuse them
-        with self._at_work():
+        with AT_WORK():
             loaded = original(str(folder), *args, config=small.config, **unused)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model.name_or_path = model.config._name_or_path = str(name)
@@ -101,22 +102,13 @@ class _SmallModels:
         small = None if observing.is_paused else self._small(kind, config, config._name_or_path or config.model_type)
         if small is None:
             return original(config, **options)
-        with self._at_work():
+        with AT_WORK():
             return original(small.config, **options)
-
-    @contextlib.contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """Models that are made in it are parts of a small one, which may have more than `PARAMETERS` weights."""
-        observing.is_paused = True
-        try:
-            yield
-        finally:
-            observing.is_paused = False
 
     def _small(self, kind: Any, config: Any, name: str) -> Any:
         """The small model; None if the real one is small enough, or has no small version."""
         try:
-            with self._at_work():
+            with AT_WORK():
                 whole: nn.Module = models.on_meta(name, kind, copy.deepcopy(config))
                 count = sum(weight.numel() for weight in whole.parameters())
                 small = small_version(name, whole, config) if count > PARAMETERS else None

@@ -205,12 +205,8 @@ class ObservedSteps:
         self.steps += 1
         self.stepped.add(optimizer)
         self.covered |= ids
-        content: dict[str, Any] = {
-            "missing": len(self._trained() - ids),
-            "strange": len(ids - self.known) if self.known else 0,
-        }
-        if self.is_due:
-            content["gradients"] = self._gradients(weights)
+        trained = {id(place.parameter) for model in self.models for place in model.trained}
+        gradients = {"gradients": self._gradients(weights)} if self.is_due else {}
         is_common = is_copy or any(map(is_sharded, weights))
         self.common_steps += is_common
         events.report(
@@ -226,13 +222,12 @@ class ObservedSteps:
             evaluating=any(map(_is_evaluating, own)),
             loaded_at=self.loaded_at,
             moved_at=self.schedules.moved_at(optimizer),
-            **content,
+            missing=len(trained - ids),
+            strange=len(ids - self.known) if self.known else 0,
+            **gradients,
         )
         self.loaded_at = ""
         known.note(optimizer)
-
-    def _trained(self) -> set[int]:
-        return {id(place.parameter) for model in self.models for place in model.trained}
 
     def _gradients(self, weights: Iterable[Any]) -> float:
         """The norm of these weights' and all models' gradients. Notes those of weights in no optimizer until now."""

@@ -160,22 +160,19 @@ def _branch(call: Call) -> str:
 
 def names_of_rank(tree: ast.Module) -> frozenset[str]:
     """`RANKS` and the names that a script computes from them, without those that it only assigns other values."""
-    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AnnAssign) and node.value]
-    names = set(RANKS)
-    for name in RANKS:
-        values = [node.value for node in assigned if name in _targets(node)]
-        if values and not any(names_a_rank(value, RANKS) for value in values if value):
-            names.discard(name)
+    assigned: list[tuple[set[str], ast.expr]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value:
+            left = node.targets if isinstance(node, ast.Assign) else [node.target]
+            assigned.append(({target.id for target in left if isinstance(target, ast.Name)}, node.value))
+    others = {name for targets, _ in assigned for name in targets}
+    others -= {name for targets, value in assigned if names_a_rank(value, RANKS) for name in targets}
+    names = RANKS - others
     for _ in range(3):  # names computed from the rank, and names computed from those
-        for node in assigned:
-            if node.value and names_a_rank(node.value, frozenset(names)):
-                names |= _targets(node)
-    return frozenset(names)
-
-
-def _targets(node: ast.Assign | ast.AnnAssign) -> set[str]:
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    return {target.id for target in targets if isinstance(target, ast.Name)}
+        for targets, value in assigned:
+            if names_a_rank(value, names):
+                names |= targets
+    return names
 
 
 def names_a_rank(node: ast.AST, names: frozenset[str]) -> bool:

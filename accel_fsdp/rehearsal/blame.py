@@ -210,9 +210,7 @@ def of_message(error: str, line: str, outcome: Outcome) -> Failure:
     for cause in KNOWN:
         if re.search(cause.message, text) and re.search(cause.at, outcome.output):
             return Failure(what, key=cause.key, fix=cause.fix, line=line, output=outcome.tail)
-    if line and OF_PYTHON.match(error):
-        return Failure(what, key=SCRIPT, line=line, output=outcome.tail)
-    return Failure(what, line=line, output=outcome.tail)
+    return Failure(what, key=SCRIPT if line and OF_PYTHON.match(error) else "", line=line, output=outcome.tail)
 
 
 def _first_words(error: str) -> str:

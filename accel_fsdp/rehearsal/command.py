@@ -108,9 +108,8 @@ def _steps(
     if options.script is not None:
         words = (*words, EXPERT_FLAG, str(layout.experts)) if experts > 1 else words
         of_job = len(report.changes)
-        yield from OwnRehearsal(
-            launcher, small_job, words, layout.experts, not options.full_size, report.changes
-        ).steps()
+        own = OwnRehearsal(launcher, small_job, words, layout.experts, not options.full_size, report.changes)
+        yield f"run {script.name}", own.run
         report.of_real_model += ["how the loss falls, and long texts"] if len(report.changes) > of_job else []
         return
     prepared_jobs: list[prepare.Prepared] = []

@@ -9,7 +9,7 @@ from typing import Any
 from accel_fsdp.config import Engine
 from accel_fsdp.ranks import RankEvent
 from accel_fsdp.rehearsal import copies, drawn_rows, repeated, schedules
-from accel_fsdp.rehearsal.blame import SCRIPT, Failure
+from accel_fsdp.rehearsal.blame import Failure, mistake
 from accel_fsdp.rehearsal.records import Content, Records
 from accel_fsdp.units import counted, first_few
 
@@ -25,12 +25,10 @@ class Judge:
     look: Callable[[Records], Content | None]
     what: str
     fix: str
-    key: str = SCRIPT
 
     def __call__(self, records: Records) -> Iterator[Failure]:
         if content := self.look(records):
-            text = {"fix": self.fix, "key": self.key, **content}
-            yield Failure(self.what.format(**content), text["key"], text["fix"], content["line"])
+            yield mistake(self.what.format(**content), content.get("fix", self.fix), content["line"])
 
 
 def find(events: Sequence[RankEvent]) -> Iterator[Failure]:
@@ -126,9 +124,8 @@ def _kept_gradients(records: Records) -> Content | None:
     optimizers = {step["optimizer"] for steps in records.steps.values() for step in steps}
     for optimizer in sorted(optimizers) if not records.engine_is(Engine.DEEPSPEED) else ():
         pairs: list[tuple[int, Content, Content]] = []
-        for rank in records.steps:
-            steps = records.steps_of(optimizer, rank)
-            numbered = enumerate(pairwise(steps), 2)
+        for steps in records.steps.values():
+            numbered = enumerate(pairwise(step for step in steps if step["optimizer"] == optimizer), 2)
             pairs += [(number, *pair) for number, pair in numbered if pair[1]["backwards"] > pair[0]["backwards"]]
         if pairs and all(0 < step["oldest"] <= last["backwards"] for _, last, step in pairs):
             number, _, step = pairs[0]

@@ -1,15 +1,14 @@
-"""The steps of a rehearsal with any script of the user: run, measure and watch it."""
+"""The step of a rehearsal with any script of the user: run, measure and watch it."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from accel_fsdp.config import JobConfig
 from accel_fsdp.ranks import RankEvent
 from accel_fsdp.rehearsal import mistakes, repeated, saved, verdict
 from accel_fsdp.rehearsal.blame import SCRIPT, Failure, judge, of_no_training, of_outcome
-from accel_fsdp.rehearsal.job import Outcome, Rehearsed
+from accel_fsdp.rehearsal.job import Rehearsed
 from accel_fsdp.rehearsal.report import Proof
 
 LAST_LINES, LINE_LETTERS = 5, 160
@@ -26,19 +25,20 @@ class OwnRehearsal:
     is_small: bool = True
     changes: list[str] = field(default_factory=list)
 
-    def steps(self) -> Iterator[tuple[str, Any]]:
-        """One step: the unchanged script on several ranks."""
-        yield f"run {self.launcher.script.name}", self.run
-
     def run(self) -> Proof:
-        """Runs the script to its end; then compares the ranks' shards with the YAML."""
+        """Runs the unchanged script on several ranks to its end; then compares the ranks' shards with the YAML."""
         outcome = self.launcher.launch("script", self.job, self.words, is_small=self.is_small)
         self.changes.extend(with_lines([event for event in outcome.events if event.rank == 0], "made-small"))
-        self._judge(outcome)
+        if outcome.holdings:
+            classes = tuple(verdict.repeated(next(iter(outcome.holdings.values()))))
+            judge(self.job, classes, outcome, self.experts)
         for mistake in mistakes.find(outcome.events):  # first, as it may have caused the failure
             raise mistake
         if outcome.hang or outcome.code:
-            raise self._failure_of(outcome)
+            failure = of_outcome(outcome)
+            if any(event.kind == "stepped" for event in outcome.events):
+                failure.what += f"; until then it trained: {verdict.summary(outcome.holdings)}"
+            raise failure
         unwatched = [event.content for event in outcome.events if event.kind == "unwatched" and event.rank == 0]
         if not outcome.holdings:
             if not unwatched:
@@ -52,17 +52,6 @@ class OwnRehearsal:
         gpu_calls = ", ".join(with_lines(outcome.events, "taken-for-cpu"))
         of_gpus = f"; taken for the CPU: {gpu_calls}" if gpu_calls else ""
         return Proof(verdict.summary(outcome.holdings) + repeated_steps + note + of_gpus, last_lines(outcome.printed))
-
-    def _failure_of(self, outcome: Outcome) -> Failure:
-        failure = of_outcome(outcome)
-        if any(event.kind == "stepped" for event in outcome.events):
-            failure.what += f"; until then it trained: {verdict.summary(outcome.holdings)}"
-        return failure
-
-    def _judge(self, outcome: Outcome) -> None:
-        if outcome.holdings:
-            classes = tuple(verdict.repeated(next(iter(outcome.holdings.values()))))
-            judge(self.job, classes, outcome, self.experts)
 
 
 def with_lines(events: Sequence[RankEvent], kind: str) -> list[str]:

@@ -46,6 +46,3 @@ class Records:
     def common_steps(self) -> dict[int, list[Content]]:
         """The steps that all ranks must take alike, as they update shards or copies of a model."""
         return {rank: [step for step in steps if step["is_common"]] for rank, steps in self.steps.items()}
-
-    def steps_of(self, optimizer: int, rank: int) -> list[Content]:
-        return [step for step in self.steps.get(rank, ()) if step["optimizer"] == optimizer]

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from accel_fsdp.ranks import RankEvent
 from accel_fsdp.rehearsal.blame import Failure, mistake
@@ -14,13 +15,14 @@ NEAR = 0.01
 """How near a ratio must be to one that has a meaning, relative to it."""
 
 
-class Text(NamedTuple):
+@dataclass(frozen=True)
+class Text:
     """What a difference is, with the names of an event's values in braces, and its fix."""
 
     what: str
     fix: str
 
-    def about(self, content: Mapping[str, Any]) -> Failure:
+    def __call__(self, content: Mapping[str, Any]) -> Failure:
         return mistake(self.what.format(**content), self.fix, content["line"])
 
 
@@ -28,8 +30,7 @@ def differences(events: Sequence[RankEvent]) -> Iterator[Failure]:
     """Yields the first difference between the ranks and one process, or why no update had an effect."""
     if first := _first_difference(events):
         if not _may_part(events, first):
-            kind = first["what"]
-            yield PLAIN[kind].about(first) if kind in PLAIN else DECIDED[kind](first)
+            yield TEXTS[first["what"]](first)
         return
     yield from _without_effect(events)
 
@@ -138,7 +139,10 @@ def _other_step(content: Mapping[str, Any]) -> Failure:
     return Failure(what, "gradient_accumulation_steps", fix, content["line"])
 
 
-PLAIN: Mapping[str, Text] = {
+TEXTS: Mapping[str, Callable[[Mapping[str, Any]], Failure]] = {
+    "gradient": _gradient,
+    "counted": _counted,
+    "other-step": _other_step,
     "clipped-early": Text(
         "gradients are clipped before the backward pass that makes them: the step takes them unclipped",
         "clip between backward and optimizer.step()",
@@ -209,10 +213,4 @@ PLAIN: Mapping[str, Text] = {
         "model, optimizer = accelerator.prepare(model, optimizer)",
     ),
 }
-"""The differences whose message depends on no other value."""
-DECIDED: Mapping[str, Callable[[Mapping[str, Any]], Failure]] = {
-    "gradient": _gradient,
-    "counted": _counted,
-    "other-step": _other_step,
-}
-"""Those whose message does."""
+"""The failure for each kind of difference."""

@@ -18,10 +18,6 @@ OF_MACHINES = (
 SMALLEST_UNIT = "fsdp_min_num_params"
 
 
-class CannotRehearse(UsageError):
-    """The job's engine or mesh doesn't run on CPUs."""
-
-
 def scale(job: JobConfig, processes: int | None = None, experts: int = 1) -> tuple[JobConfig, list[str]]:
     """The job on `processes` ranks of this machine, and its differences from the file.
 
@@ -29,7 +25,7 @@ def scale(job: JobConfig, processes: int | None = None, experts: int = 1) -> tup
     experts, whose expert-parallel size is `experts`.
 
     Raises:
-        CannotRehearse: the engine or mesh doesn't run on CPUs. UsageError: the mesh doesn't fit so many processes.
+        UsageError: the engine or mesh doesn't run on CPUs, or the mesh doesn't fit so many processes.
     """
     _refuse_unknown(job)
     copies, shards, tensor = (from_yaml.mesh_of(job)[axis] for axis in NATIVE_AXES.values())
@@ -89,7 +85,7 @@ def small_layout(job: JobConfig, small: JobConfig, experts: int) -> Layout:
 def check_own(job: JobConfig, script: str) -> None:
     """Refuses tensor parallelism in a script that relies on Accelerate's, which splits no layer."""
     if (size := from_yaml.mesh_of(job)["tp"]) > 1:
-        raise CannotRehearse(
+        raise UsageError(
             f"tp_size can't be rehearsed with {script}",
             why=f"Accelerate splits no layer with transformers 5.17 or later: {size} ranks do the same work",
             fix="train/sft.py, which has transformers split layers; or parallelism_config_tp_size: 1",
@@ -124,19 +120,19 @@ def check_processes(processes: int, least: int = PROCESSES, most: int | None = N
 def _refuse_unknown(job: JobConfig) -> None:
     mesh = from_yaml.mesh_of(job)
     if others := [f"{axis}_size" for axis in ROW_AXES if mesh[axis] > 1]:
-        raise CannotRehearse(
+        raise UsageError(
             f"{others[0]} can't be rehearsed",
             why="rows are divided by kernels that CPUs lack",
             fix=f"rehearse the job without {others[0]}",
         )
     if mesh["tp"] > 1 and job.engine is not Engine.FSDP2:
-        raise CannotRehearse(
+        raise UsageError(
             f"tp_size can't be rehearsed under {job.engine.label}",
             why="train/sft.py splits layers beside FSDP2 alone",
             fix="fsdp_version: 2, or parallelism_config_tp_size: 1",
         )
     if job.engine in (Engine.TPU, Engine.NONE):
-        raise CannotRehearse(
+        raise UsageError(
             f"{job.engine.label} can't be rehearsed",
             why="nothing could be shared by several CPU processes",
             fix="a YAML with distributed_type: FSDP, MULTI_GPU or DEEPSPEED",

@@ -64,10 +64,6 @@ class SftRehearsal:
     def ranks(self) -> int:
         return self.job.number("num_processes")
 
-    def rows_for(self, ranks: int, each: int) -> int:
-        """The rows for each of `ranks`, which take as many together as those of the mesh with `each`."""
-        return each if ranks == self.ranks else self.small.layout.rows_of_all(each) // ranks
-
     @property
     def precision(self) -> str:
         return str(self.job.top("mixed_precision"))
@@ -91,7 +87,9 @@ class SftRehearsal:
 
     def train_as_written(self) -> str:
         """Trains two steps in the YAML's precision; both are repeated in one process."""
-        outcome = self._launch("written", self.job, self._words_as_written("written", self.ranks))
+        steady = {"lora_dropout": "0"} if self.run.adapter else {}
+        words = self._words("written", self.ranks, exact=False, **{**WRITTEN, **steady})
+        outcome = self._launch("written", self.job, words)
         if not outcome.losses or not all(map(math.isfinite, outcome.losses)):
             raise Failure(f"losses {outcome.losses}", key="mixed_precision", fix="bf16, which has the range of float32")
         return self._check_shards(outcome)
@@ -157,12 +155,10 @@ class SftRehearsal:
     def _words(self, name: str, ranks: int, exact: bool = True, **more: str) -> list[str]:
         if ranks == self.ranks and self.small.layout.experts > 1:
             more[EXPERT_FIELD] = str(self.small.layout.experts)
-        words = self.run.words(self._places(name), self.rows_for(ranks, self.run.rows), **more)
+        # fewer ranks take as many rows together as those of the mesh
+        rows = self.run.rows if ranks == self.ranks else self.small.layout.rows_of_all(self.run.rows) // ranks
+        words = self.run.words(self._places(name), rows, **more)
         return self.run.exact(words) if exact else words
-
-    def _words_as_written(self, name: str, ranks: int) -> list[str]:
-        steady = {"lora_dropout": "0"} if self.run.adapter else {}
-        return self._words(name, ranks, exact=False, **{**WRITTEN, **steady})
 
     def _launch(self, name: str, job: JobConfig, words: list[str], kill_after: Path | None = None) -> Outcome:
         outcome = self.launcher.launch(name, job, words, kill_after)

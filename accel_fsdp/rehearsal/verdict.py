@@ -103,7 +103,7 @@ def repeated(holding: Holding) -> tuple[str, ...]:
 
 
 def summary(ranks: Mapping[int, Holding]) -> str:
-    fullest = _fullest(ranks)
+    fullest = max(ranks.values(), key=lambda holding: holding.held)
     if fullest.units and all(unit.states_alone for unit in fullest.units):
         (unit,) = fullest.units
         states = f"the optimizer's states of {unit.held:,} of {unit.weights:,}"
@@ -112,7 +112,3 @@ def summary(ranks: Mapping[int, Holding]) -> str:
         return f"{fullest.engine}; each rank holds all {fullest.weights:,} weights"
     units = counted(len(fullest.units), "unit")
     return f"{fullest.engine}, {units}; a rank holds at most {fullest.held:,} of {fullest.weights:,} weights"
-
-
-def _fullest(ranks: Mapping[int, Holding]) -> Holding:
-    return max(ranks.values(), key=lambda holding: holding.held)

@@ -20,8 +20,8 @@ from accel_fsdp.config import JobConfig
 from accel_fsdp.rehearsal import janitor, scaled, small_run
 
 CONFIGS = ROOT / "accelerate_configs"
-MADE = ["check", "make the model small", "read the arguments"]
-RESUMED = [*MADE, "train in bf16", "train and save", "resume after SIGKILL"]
+BEFORE = ["check", "make the model small", "read the arguments"]
+RESUMED = [*BEFORE, "train in bf16", "train and save", "resume after SIGKILL"]
 
 
 @pytest.mark.slow(but=1)
