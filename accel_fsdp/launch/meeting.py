@@ -83,7 +83,7 @@ def _wait(problem: Callable[[int], str], seconds: float) -> UserError | None:
 def _not_reached(rank: int, address: str, port: int, waited: int) -> str:
     """Why machine 0 can't be reached; empty if it listens at an address that isn't a machine's own loopback."""
     try:
-        with socket.create_connection((address, port), timeout=3) as connection:
+        with socket.create_connection((address, port), timeout=1) as connection:
             peer = connection.getpeername()[0]
     except (OSError, UnicodeError) as error:  # a name with too long a part is not valid IDNA
         who = "machine 0 has not been reached" if rank else "this is machine 0, which has not reached itself"
@@ -163,10 +163,12 @@ def difference(members: Sequence[tuple[str, Settings]]) -> UserError | None:
     if len(rows) == 1:
         return None
     name_width, value_width, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
+    fix, names = "use the same files, arguments, versions and environment on all machines", [row[0] for row in rows[1:]]
+    if not {"num_machines", "num_processes"} & {*names}:
+        fix += f"; {MAY_DIFFER}={','.join(filter(None, names))} on one of them if they should differ"
     return UserError(
         "the machines of this job have different settings",
         why="the ranks would train parts of one model with different settings, and the result would look complete",
-        fix="use the same files, arguments, versions and environment on all machines; "
-        f"{MAY_DIFFER}={','.join(name for name, *_ in rows[1:] if name)} on one of them if they should differ",
+        fix=fix,
         table=[f"{name:{name_width}}  {value:{value_width}}  {machines}" for name, value, machines in rows],
     )

@@ -40,6 +40,7 @@ def test_a_machine_without_gpus_is_not_healthy_and_launch_starts_nothing_there(
     assert re.search(r"^warning +GPUs +this machine has no usable GPU", finished.output, flags=re.MULTILINE)
     assert "every rank would train the whole model alone" in finished.text
     assert "healthy" not in finished.output
+    assert json.loads(here("doctor", "--json").printed)["healthy"] is False
     (tmp_path / "train.py").write_text("print()\n")
     (tmp_path / "job.yaml").write_text(made_yaml(model="gpt2", num_processes="2"))
     launched = here("launch", tmp_path / "job.yaml", tmp_path / "train.py")

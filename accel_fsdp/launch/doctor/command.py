@@ -31,12 +31,12 @@ def examine(options: DoctorCommand) -> int:
     with console.waiting("examining this machine"):
         here = facts.look(options.folder)
         rows = machine.judge(here)
-    healthy = all(row.verdict != "error" for row in rows)
+    verdicts = {row.verdict for row in rows}
     if options.json:
-        content = {"healthy": healthy, "rows": [asdict(row) for row in rows], "facts": asdict(here)}
+        content = {"healthy": verdicts == {"ok"}, "rows": [asdict(row) for row in rows], "facts": asdict(here)}
         console.put(json.dumps(content, indent=2), lines=True)
     elif options.report:
         console.put(report.for_bug_report(rows, here), lines=True)
     else:
         report.show(rows)
-    return 0 if healthy else 1
+    return 1 if "error" in verdicts else 0
