@@ -369,6 +369,24 @@ def test_ctrl_c_has_its_exit_code_wherever_it_comes(again: list[str], code: int,
     assert (finished.code, finished.output.strip()) == (code, "interrupted")
 
 
+STARTING = """\
+import sys, threading
+from accel_fsdp import cli
+
+def call(words):
+    threading.Thread(target=threading.Event().wait).start()
+    raise KeyboardInterrupt  # as where it comes before an executor knows its new thread
+
+cli.call, sys.argv[1:] = call, ["export"]
+cli.main()
+"""
+
+
+def test_ctrl_c_waits_for_no_thread() -> None:
+    finished = run([sys.executable, "-c", STARTING])
+    assert (finished.code, finished.output.strip().partition(",")[0]) == (130, "interrupted")
+
+
 def test_one_thing_is_not_several() -> None:
     shown = {units.counted(number, "process", "processes") for number in (0, 1, 2)}
     assert shown == {"0 processes", "1 process", "2 processes"}
