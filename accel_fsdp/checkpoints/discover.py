@@ -254,6 +254,8 @@ def find(path: Path) -> tuple[CheckpointLocation, list[CheckpointLocation]]:
             fix="take an older checkpoint; on several machines train to a shared disk",
         )
     newest, named = complete[-1], place if place.is_dir() else place.parent
+    if newest.kind == "files of ranks" and len([part for part in complete if part.number == newest.number]) > 1:
+        raise _not_found(path, place)  # verl's actor and critic stand side by side
     for part in (newest.folder, newest.weights, newest.optimizer):
         if part is not None and part.is_relative_to(named):  # no link in it leads out of what the user named
             untrusted_files.check_folder(part, named)

@@ -56,3 +56,14 @@ def test_the_size_of_weights_is_without_optimizers(tmp_path: Path) -> None:
     for folder, pattern in ((tmp_path, "model_*.pt"), (trainer, "*.safetensors")):
         size_bytes = sum(path.stat().st_size for path in folder.glob(pattern))
         assert [row["size_bytes"] for row in listed(folder)] == [size_bytes]
+
+
+def test_none_of_several_models_of_a_step_is_taken(tmp_path: Path) -> None:
+    """verl's actor and critic stand side by side."""
+    for name in ("actor", "critic"):
+        (folder := tmp_path / "global_step_20" / name).mkdir(parents=True)
+        torch.save({"w": torch.ones(10)}, folder / "model_world_size_1_rank_0.pt")
+    refused = here("export", tmp_path / "global_step_20", tmp_path / "out")
+    assert refused.code == 1
+    assert f"fix: give {tmp_path}/global_step_20/actor or {tmp_path}/global_step_20/critic" in refused.text
+    assert discover.find(tmp_path / "global_step_20" / "actor")[0].folder.name == "actor"
