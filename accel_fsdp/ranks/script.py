@@ -42,7 +42,11 @@ def run(path: str) -> None:
 
 
 def show_error(error: BaseException) -> None:
-    """Prints an error of the script as Python would."""
+    """Prints an error of the script as Python would: the traceback begins with the script's own frame."""
+    trace = error.__traceback__
+    while trace and trace.tb_frame.f_globals is not vars(sys.modules["__main__"]):
+        trace = trace.tb_next
+    error.__traceback__ = trace
     seen: BaseException | None = error
     while seen is not None:
         seen.__traceback__ = _without_watch(seen.__traceback__)

@@ -11,7 +11,7 @@ from accel_fsdp.command_line import parse_command_line
 from accel_fsdp.config import DEFAULT_PORT, EXPERT_FLAG, script_arguments, size_key
 from accel_fsdp.errors import UsageError, UserError, joined
 from accel_fsdp.hardware import MachineFacts, host
-from accel_fsdp.models import ModelFacts
+from accel_fsdp.models import ModelFacts, remote_code
 from accel_fsdp.units import parameters
 from accel_fsdp.wizard import recommended, to_yaml, validation
 from accel_fsdp.wizard.answers import MESH, Answers, Context
@@ -88,6 +88,8 @@ class Interview:
             if "layer_class" not in self.given:
                 raise type(error)(error.what, why=error.why, fix=f"{error.fix}; or --layer-class NAME") from error
             _say_once(f"note: {joined(error.what, 'going on with the given layer class, unchecked')}")
+            if isinstance(error, remote_code.NeedsCode):
+                _say_once("note: train/sft.py takes such a model with --trust_remote_code alone; read its code first")
             return context
 
 
