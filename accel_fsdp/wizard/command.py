@@ -160,8 +160,8 @@ class Review:
 
 def _say_how_to_train(answers: Answers) -> None:
     if answers.own_script:
-        why = f"train/sft.py can't build {answers.auto_class or 'a model that is unknown'}"
-        _warn((f"note: {why}; launch a script of your own:",))
+        can = f"can't build {answers.auto_class}" if answers.auto_class else "may not be able to train an unknown model"
+        _warn((f"note: train/sft.py {can}; launch a script of your own:",))
         return
     hints = {"rank": ", on each machine with its own --machine_rank", "scheduler": ", in a job of a scheduler"}
     console.say(f"train with{hints.get(answers.place, '')}:")
