@@ -35,8 +35,7 @@ _CACHE: "dict[tuple[Any, ...], Candidate | None]" = {}
 
 
 @cache
-def shape_of(model: str) -> "tuple[ModelShape, Mapping[str, Tapes]]":
-    """A model's shape and its recorded allocations, recorded now if need be."""
+def _shape_of(model: str) -> "tuple[ModelShape, Mapping[str, Tapes]]":
     from accel_fsdp.prediction.tracing import by_name
 
     return by_name.read_shape(model, Recipe())
@@ -45,7 +44,7 @@ def shape_of(model: str) -> "tuple[ModelShape, Mapping[str, Tapes]]":
 def problem_of(context: Context) -> "Problem | None":
     """The model, GPUs, method, precision and length of the answers; None if the model or the GPU is unknown.
 
-    Its job has any layout for these ranks, and one row.
+    Its job has any layout for these ranks, one row, and train/sft.py for its script.
     """
     from accel_fsdp.prediction import Problem, length_of
 
@@ -54,7 +53,7 @@ def problem_of(context: Context) -> "Problem | None":
         return None
     try:
         gpu = gpus.find(str(machine.accelerator), machine.memory_gib)
-        shape, tapes = shape_of(context["model"])
+        shape, tapes = _shape_of(context["model"])
         length = length_of(shape, context.given.get("seq_len"))
     except UserError:  # an encoder-decoder, no GPU, or an unknown one
         return None
@@ -66,15 +65,15 @@ def problem_of(context: Context) -> "Problem | None":
         precision = "bf16" if machines.has_bf16(machine) else "fp16"
     recipe = from_arguments.planned_recipe(context["method"], precision)
     attention = "sdpa" if shape.eager_only else recipe.attention
-    return Problem(shape, tapes, gpu, Job(layout, replace(recipe, length=length, attention=attention)))
+    return Problem(shape, tapes, gpu, Job(layout, replace(recipe, length=length, attention=attention), shape.name))
 
 
 def layout_of(context: Context, problem: "Problem") -> Layout | None:
-    """How the ranks share the model, as `accel-fsdp plan --config` reads the YAML; None on TPUs."""
+    """How the ranks share the model, as `accel-fsdp plan --config` reads the YAML; None off GPUs."""
     answers, layout, engine = context.given, problem.job.layout, context.engine
     strategy = answers.get("zero_stage", 3) if engine is Engine.DEEPSPEED else answers.get("strategy", 1)
     if engine in (Engine.NONE, Engine.TPU):
-        return Layout.alone() if answers["engine"] == "single" else None
+        return None
     if engine is Engine.DDP or not strategy:
         return layout
     replicas, tensor, experts = (answers.get(name) or 1 for name in MESH)
@@ -107,38 +106,32 @@ def _cached(problem: "Problem", answers: tuple[Any, ...], find: "Callable[[], Ca
 def _searched(context: Context, problem: "Problem", asked: Mapping[str, str]) -> "Candidate | None":
     """The recommendation among the layouts that the plan tries, or in the one that is answered, such as NO_SHARD.
 
-    The one without any answer stays while the answers agree with it. On a mesh that divides layers or experts: one row,
-    with checkpointing where it doesn't fit without; None before the mesh is known.
+    The one without any answer stays while the answers agree with it. On a mesh that divides layers or experts: with
+    checkpointing where it doesn't fit without; None before the mesh is known.
     """
     from accel_fsdp.prediction import layouts, search
 
     agrees, answers = _agreement(asked), {**context.wished, **context.given}
     divides = any(str(answers.get(axis) or 1) != "1" for axis in MESH[1:])
-    plain = _cached(problem, (), lambda: search.best(problem))
-    if plain and agrees(plain.job) and not divides:
+    plain = None if divides else _cached(problem, (), lambda: search.best(problem))
+    if plain and agrees(plain.job):
         return plain
-    if "batch" in asked and not divides:
-        problem = replace(problem, job=problem.job.with_recipe(rows=int(asked["batch"])), fixed_rows=True)
+    if rows := asked.get("batch", "1" if divides else ""):
+        problem = replace(problem, job=problem.job.with_recipe(rows=int(rows)), fixed_rows=True)
     jobs = [job for job in layouts(problem.job) if agrees(job) or agrees(job.with_layout(offload=True))]
     if divides or not jobs:
         own = layout_of(context, problem) if ("ep" if divides else "engine") in context.given else None
         jobs = [replace(problem.job, layout=own)] if own else []
-    if divides:
-        tried = [problem.evaluate(variant) for variant in search.variants(jobs) if variant.layout == own]
+    if divides:  # its speed isn't predicted
+        tried = [problem.evaluate(variant) for variant in search.variants(jobs)]
         return next((candidate for candidate in tried if candidate.fits), tried[-1] if tried else None)
-    best = search.best(problem, jobs, agrees) or search.best(_by_sft(problem), jobs, agrees)
-    return best or search.least(problem, jobs, agrees)
-
-
-def _by_sft(problem: "Problem") -> "Problem":
-    """The same with train/sft.py, which trains more combinations."""
-    return replace(problem, job=replace(problem.job, model=problem.shape.name))
+    return search.best(problem, jobs, agrees) or search.least(problem, jobs, agrees)
 
 
 def verdict(context: Context) -> "Candidate | None":
     """The job of all answers, also judged by the memory of a machine."""
     problem, best = problem_of(context), candidate(context)
-    return _by_sft(problem).judged(best.job) if problem and best else None
+    return problem.judged(best.job) if problem and best else None
 
 
 def _is_number(text: str) -> bool:
@@ -162,11 +155,9 @@ def decisions(job: Job) -> dict[str, Any]:
     answers: dict[str, Any] = {"engine": ENGINE_NAMES[layout.engine], "batch": job.recipe.rows}
     if layout.is_fsdp:
         answers |= {"fsdp_version": int(layout.engine.removeprefix("fsdp")), "strategy": layout.strategy}
-        answers[RECOMPUTES] = job.settled.recompute == "engine"
+        answers |= {RECOMPUTES: job.settled.recompute == "engine", "cpu_offload": layout.offload}
     if layout.engine is Engine.DEEPSPEED:
-        answers["zero_stage"] = layout.strategy
-    if layout.is_fsdp or layout.engine is Engine.DEEPSPEED:
-        answers["cpu_offload"] = layout.offload
+        answers |= {"zero_stage": layout.strategy, "cpu_offload": layout.offload}
     return answers
 
 
