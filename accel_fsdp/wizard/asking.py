@@ -101,9 +101,8 @@ def _ask_text(question: Question, context: Context, before: Any) -> Any:
 def _ask_choice(question: Question, context: Context, before: Any) -> Any:
     value, reason = question.default(context)
     proposed = value if before is None else before
-    hints = {value: f"proposed: {reason}"}
     choices = [
-        _choice(question.label(option, context), option, hints.get(option))
+        _choice(question.label(option, context), option, f"proposed: {reason}" if option == value else None)
         for option in question.meanings
         if str(option) == str(proposed) or option in question.options(context)
     ]

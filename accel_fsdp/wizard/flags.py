@@ -25,20 +25,13 @@ class WizardOptions:
 
     output: Annotated[
         Path | None,
-        arg(
-            "Where to write the YAML; - for stdout.", "FILE", default="Accelerate's own default config file", alias="-o"
-        ),
+        arg("Where to write the YAML; - for stdout.", "FILE", default="Accelerate's default config file", alias="-o"),
     ] = None
     yes: Annotated[bool, arg("Ask nothing: defaults for every question without a flag.", alias="-y")] = False
     force: Annotated[bool, arg("Overwrite an existing file.")] = False
     from_file: Annotated[
         Path | None,
-        arg(
-            "Re-edit this YAML: its answers, comments and other keys are kept, and a diff is shown. "
-            "Without -o it is written in place.",
-            "FILE",
-            name="from",
-        ),
+        arg("Re-edit this YAML, in place without -o: answers, comments and other keys are kept.", "FILE", name="from"),
     ] = None
     preset: Annotated[
         str | None, arg("Answers by name; flags overrule them. One of: " + ", ".join(PRESETS) + ".", "NAME")

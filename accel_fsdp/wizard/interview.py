@@ -54,20 +54,14 @@ class Interview:
             context = self._settle(question, context)
         return context
 
-    @property
-    def is_without_model(self) -> bool:
-        """Whether a file, or a flag that names the layer class, makes the model unnecessary."""
-        has_layer_class = "layer_class" in self.flags and "model" not in self.given
-        return "model" not in self.flags and (has_layer_class or self.given.get("model") == WITHOUT_MODEL)
-
     def _settle(self, question: Question, context: Context) -> Context:
-        name, answer = question.field, self.given.get(question.field)
-        if not question.applies(context):
-            if name in self.flags:
-                what, why = f"{question.flag} has no effect", f"it needs {question.needs}"
-                raise UsageError(what, why=why, fix=f"leave out {question.flag}, or change what it needs")
-            return store(question, context, question.default(context)[0])
-        if self.is_without_model and (name == "model" or (name == "layer_class" and not answer)):
+        name, answer, applies = question.field, self.given.get(question.field), question.applies(context)
+        if not applies and name in self.flags:
+            what, why = f"{question.flag} has no effect", f"it needs {question.needs}"
+            raise UsageError(what, why=why, fix=f"leave out {question.flag}, or change what it needs")
+        model = self.given.get("model", WITHOUT_MODEL if "layer_class" in self.flags else None)
+        needs_none = model == WITHOUT_MODEL and "model" not in self.flags
+        if not applies or (needs_none and (name == "model" or (name == "layer_class" and not answer))):
             return store(question, context, question.default(context)[0])
         if name in self.given:
             try:
@@ -121,9 +115,7 @@ def interview(flags: Mapping[str, str], given: Mapping[str, Any], defaults: bool
         unanswered = [q.flag for q in QUESTIONS if q.is_open(context) and q.field not in session.given]
         if unanswered:
             what, why = "this is not a terminal, so nothing can be asked", "unanswered: " + " ".join(unanswered)
-            raise UsageError(
-                what, why=why, fix="add --yes to take the defaults (it needs --model), or give these flags"
-            )
+            raise UsageError(what, why=why, fix="--yes takes the defaults (it needs --model); or give these flags")
     return session
 
 

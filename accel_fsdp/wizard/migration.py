@@ -24,7 +24,7 @@ from accel_fsdp.errors import UsageError
 from accel_fsdp.wizard.answers import MESH as SIZES
 from accel_fsdp.wizard.flags import MigrateCommand
 from accel_fsdp.wizard.from_yaml import answers_in, unchecked_answers
-from accel_fsdp.wizard.rewriting import OWN_FILE, Change, is_alone, mesh_problem, refusal, rewrite
+from accel_fsdp.wizard.rewriting import OWN_FILE, Change, mesh_problem, refusal, rewrite
 
 UNKNOWN_STAGE = 9
 """Stands for the stage in DeepSpeed's own file."""
@@ -135,7 +135,8 @@ def _retargeted(written: Mapping[str, Any], job: JobConfig, target: str) -> dict
         strategy = {"0": 3, "1": 2, "2": 2}.get(str(written.get("zero_stage")), 1)
     elif job.engine is Engine.DDP:
         strategy = 3 if target == "fsdp1" else 1
-    if strategy in (4, 5) and (is_alone(job) or mesh_problem(job, target)) and target != "fsdp2":
+    has_one_copy = job.engine is Engine.FSDP1 and job.number("num_machines") <= 1
+    if strategy in (4, 5) and (has_one_copy or mesh_problem(job, target)) and target != "fsdp2":
         strategy -= 3
     changed = {name: answer for name, answer in written.items() if name not in SIZES} | {"strategy": strategy}
     if target.startswith("zero"):

@@ -130,8 +130,9 @@ class Rewriting:
             self.after = {place: value for place, value in self.after.items() if place[0] != MESH}
             if self.other is Engine.FSDP2 and STRATEGIES[new.strategy] in HYBRID:
                 self._lose(MESH, None, "hybrid needs num_processes: 2 or more on each machine")
-        is_hybrid = old.dp_replicate > 1 if self.engine is Engine.FSDP2 else STRATEGIES.get(old.strategy) in HYBRID
-        if is_hybrid and not is_alone(job) and self.other is Engine.DEEPSPEED and not problem:
+        copies = old.dp_replicate if self.engine is Engine.FSDP2 else machines
+        is_hybrid = copies > 1 and (self.engine is Engine.FSDP2 or STRATEGIES.get(old.strategy) in HYBRID)
+        if is_hybrid and self.other is Engine.DEEPSPEED and not problem:
             self._lose("hybrid sharding", None, "hybrid is ZeRO++ or MiCS, in DeepSpeed's own JSON")
         if self.engine is Engine.DEEPSPEED and old.zero_stage == 1:
             self._lose("ZeRO-1", None, "ZeRO-1 has no FSDP twin: SHARD_GRAD_OP is nearest")
@@ -212,11 +213,6 @@ class Rewriting:
                 continue
             self.edits.append(Edit(section, self.job.written_name(section, key), value))
             self.changes.append(Change(_path(section, key), "changed", show(content.get(key)), show(value)))
-
-
-def is_alone(job: JobConfig) -> bool:
-    """Whether the group of hybrid sharding is the only machine."""
-    return job.engine is Engine.FSDP1 and (job.number("num_machines") or 1) == 1
 
 
 def mesh_problem(job: JobConfig, target: str) -> str:
