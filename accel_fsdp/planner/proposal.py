@@ -5,10 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from accel_fsdp import command_line
-from accel_fsdp.config import (
-    THIS_FILE,
-    header,
-)
 from accel_fsdp.hardware import machines
 from accel_fsdp.job import Job, from_arguments
 from accel_fsdp.linter.rules import Finding, Subject, run
@@ -46,11 +42,7 @@ class Proposer:
         Raises:
             UserError: the model can't be read.
         """
-        answers, words = self.answers(job), argument_words(job)
-        script = [to_yaml.OWN_SCRIPT, *words] if answers.own_script else header.example_run(answers.model, words)
-        expandable = machines.parse(self.gpus)[0].has_expandable_segments
-        line = header.launch_line(THIS_FILE, script, place=answers.place, expandable=expandable)
-        return to_yaml.to_text(answers, line)
+        return to_yaml.to_text(self.answers(job), argument_words(job))
 
     def command(self, job: Job) -> str:
         """The command that writes the YAML of the recommended job, without the wizard's own defaults."""

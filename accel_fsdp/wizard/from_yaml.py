@@ -37,12 +37,9 @@ def answers_in(job: JobConfig) -> dict[str, Any]:
     """
     engine = job.engine
     if job.other_tool or engine is Engine.NONE:
-        kind = f"distributed_type {job.values.get('distributed_type')} can't be re-edited"
-        raise UsageError(
-            f"this is a configuration of {job.other_tool}, not of Accelerate" if job.other_tool else kind,
-            why="the wizard knows FSDP, DDP, DeepSpeed and TPU",
-            fix="make a new file: accel-fsdp config -o FILE",
-        )
+        kind = job.other_tool or f"distributed_type {job.values.get('distributed_type')}"
+        why, fix = "the wizard knows FSDP, DDP, DeepSpeed and TPU", "make a new file: accel-fsdp config -o FILE"
+        raise UsageError(f"a configuration of {kind} can't be re-edited", why=why, fix=fix)
     words, name = made_with(job.source), ENGINE_NAMES[engine]
     answers: dict[str, Any] = {q.field: words[q.flag] for q in QUESTIONS if q.key is None and q.flag in words}
     if words.get("--engine") != name and engine is not Engine.DDP:  # the engine was changed since; DDP takes any method

@@ -21,9 +21,6 @@ from accel_fsdp.wizard.questions import QUESTIONS, Question, settle, store, to_a
 RANKS = ("num_processes", *MESH)
 ABOUT_RANKS = ("AF316", "AF329", "AF330", "AF333", "AF402", "AF516", "AF517", "AF518", "AF519")
 """The answers about ranks, and the rules of `accel-fsdp check` that judge them together."""
-NO_ADDRESS = (
-    "note: no main_process_ip: the job file of accel-fsdp script asks the cluster for it; else give --main-process-ip"
-)
 WITHOUT_MODEL = ""
 """The answer where no model is needed: the layer class is named, or a file is edited."""
 
@@ -128,7 +125,8 @@ def warnings(session: Interview) -> tuple[str, ...]:
     context = session.settled()
     lines = [f"warning: {caution}" for caution in validation.cautions(context)]
     if context["num_machines"] > 1 and not context["main_process_ip"]:
-        lines.append(NO_ADDRESS)
+        asked = "the job file of accel-fsdp script asks the cluster for it; else give --main-process-ip"
+        lines.append(f"note: no main_process_ip: {asked}")
     job = recommended.verdict(context)
     if job and not job.fits:
         lead = "this leaves too little free memory" if job.verdict == "tight" else "this doesn't fit"

@@ -26,9 +26,6 @@ from accel_fsdp.wizard.flags import MigrateCommand
 from accel_fsdp.wizard.from_yaml import answers_in, unchecked_answers
 from accel_fsdp.wizard.rewriting import OWN_FILE, Change, mesh_problem, refusal, rewrite
 
-UNKNOWN_STAGE = 9
-"""Stands for the stage in DeepSpeed's own file."""
-
 
 @dataclass(frozen=True)
 class Migration:
@@ -101,7 +98,7 @@ def migrated(path: Path, target: MigrationTarget, layer_class: str = "") -> Migr
     _check(job, document)
     before, written = document.source, answers_in(job)
     has_own_file = OWN_FILE in job.section("deepspeed_config")
-    old = unchecked_answers(written | ({"zero_stage": UNKNOWN_STAGE} if has_own_file else {}))
+    old = unchecked_answers(written | ({"zero_stage": 9} if has_own_file else {}))  # 9: any, in that file
     is_zero = job.engine is Engine.DEEPSPEED and not has_own_file
     source = deepspeed_name(old.zero_stage) if is_zero else job.engine.label
     if source == TARGETS[target]:

@@ -181,9 +181,7 @@ FSDP = "fsdp_config.fsdp"
 QUESTIONS: tuple[Question, ...] = (
     Question("model", "Which model? (hub id or local folder)", metavar="ID_OR_FOLDER"),
     Question("method", "What do you train?", METHODS),
-    Question(
-        "gpus", "Which machine will train? (such as 8xH100-80GB, 2x8xA100-40GB, cpu)", metavar="NxNAME[-MEMORYGB]"
-    ),
+    Question("gpus", "Which machine will train? (8xH100-80GB, 2x8xA100-40GB, cpu, ...)", metavar="NxNAME[-MEMORYGB]"),
     _of_key("num_machines", "num_machines", asked=IF["one machine"], alias="--nodes"),
     Question("seq_len", "How many tokens per sequence?", helps=IF["planned"], metavar="TOKENS"),
     Question("engine", "Which engine?", ENGINES),

@@ -34,10 +34,6 @@ KEYS = {question.key: question.field for question in QUESTIONS if question.key}
 """The keys that hold one answer each."""
 
 
-OWN_SCRIPT = "YOUR_SCRIPT.py"
-"""The placeholder for a script, for models that train/sft.py doesn't train."""
-
-
 def _of_stages(*stages: int, value: Callable[[Answers], Any]) -> Callable[[Answers], Any]:
     return lambda answers: value(answers) if answers.zero_stage in stages else ""
 
@@ -98,12 +94,12 @@ def flat_mapping(answers: Answers) -> dict[Place, Any]:
     return values
 
 
-def to_text(answers: Answers, launch: str = "") -> str:
-    """The whole file: header and YAML. `launch` replaces the launch command, if a caller knows a longer one."""
-    return "\n".join([*header(answers, launch), yaml_file.dump(to_mapping(answers))])
+def to_text(answers: Answers, arguments: list[str] | None = None) -> str:
+    """The whole file: header and YAML. `arguments` are the script's, if a caller knows more of them."""
+    return "\n".join([*header(answers, arguments), yaml_file.dump(to_mapping(answers))])
 
 
-def header(answers: Answers, launch: str = "") -> list[str]:
+def header(answers: Answers, arguments: list[str] | None = None) -> list[str]:
     """Comment lines: the title of the file, the command that writes the same YAML, and the one that uses it."""
     engine, words = engine_of(vars(answers)), COMMAND.split()
     named = deepspeed_name(answers.zero_stage) if engine is Engine.DEEPSPEED else engine.label
@@ -113,7 +109,7 @@ def header(answers: Answers, launch: str = "") -> list[str]:
         value = getattr(answers, question.field)
         words += [question.flag, flag_text(value)] if value not in ("", (), None) else []
     title = f"{answers.model or 'A model of your own'}, {answers.method} training, {named}."
-    return config_header.comment(title, shlex.join(words), launch or launch_line(answers, THIS_FILE))
+    return config_header.comment(title, shlex.join(words), launch_line(answers, THIS_FILE, arguments))
 
 
 def flag_text(value: Any) -> str:
@@ -122,11 +118,13 @@ def flag_text(value: Any) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
-def launch_line(answers: Answers, path: str) -> str:
-    """The command that trains with the YAML at `path`."""
-    arguments = from_arguments.argument_words(job_of(answers), sized=answers.seq_len is not None)
-    arguments += ["--accelerate_config", path] if answers.engine == "tpu" else []
-    script = [OWN_SCRIPT] if answers.own_script else config_header.example_run(answers.model, arguments)
+def launch_line(answers: Answers, path: str, arguments: list[str] | None = None) -> str:
+    """The command that trains with the YAML at `path`; the script is left open for a model of another kind."""
+    words = arguments or from_arguments.argument_words(job_of(answers), sized=answers.seq_len is not None)
+    words += ["--accelerate_config", path] if answers.engine == "tpu" else []
+    script = config_header.example_run(answers.model, words)
+    if answers.own_script:
+        script = ["YOUR_SCRIPT.py", *(arguments or ())]
     expandable = machines.parse(answers.gpus)[0].has_expandable_segments
     return config_header.launch_line(path, script, place=answers.place, expandable=expandable)
 
