@@ -14,7 +14,7 @@ from io import TextIOWrapper
 from typing import Any
 
 from accel_fsdp import __version__, command_line
-from accel_fsdp.errors import NotInstalled, UsageError, did_you_mean, guard, is_installed, to_stdout
+from accel_fsdp.errors import INTERRUPTED, NotInstalled, UsageError, did_you_mean, guard, is_installed, to_stdout
 
 BEFORE_ARGS = {"launch": 2, "script": 3}
 """The number of positional words before the arguments of a script: FILE SCRIPT, and SCHEDULER before them."""
@@ -22,10 +22,6 @@ BEFORE_ARGS = {"launch": 2, "script": 3}
 
 RARE_COLLECTIONS = (100_000, 100, 100)
 """Thresholds of the garbage collector; with Python's own, it takes a fifth of the time of importing transformers."""
-
-
-INTERRUPTED = 130
-"""The exit code after Ctrl-C."""
 
 
 def main() -> None:

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from accel_fsdp.launch_environment import LaunchEnvironment
 
 LET_RANK_ZERO_SPEAK_SECONDS = 3.0
+INTERRUPTED = 130
+"""The exit code after Ctrl-C."""
 LONGEST_SHOWN = 80
 """Letters that are shown of a name that is too long for a file."""
 UNPRINTABLE = re.compile(
@@ -248,7 +250,7 @@ def guard(main: Callable[[], None], interrupted: Callable[[], str] = lambda: "in
         )  # `python -m` ends by SIGINT, not with a code, if the last exec of text, a dataclass's, was interrupted
         if LaunchEnvironment.now().local_rank == 0:
             print(f"\n{interrupted()}", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     return 0
 
 

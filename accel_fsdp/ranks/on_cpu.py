@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from accel_fsdp.errors import UserError
+from accel_fsdp.errors import INTERRUPTED, UserError
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.ranks import cpu, events, gpu_as_cpu, hang, recording, replay, script, small, watch
 from accel_fsdp.ranks.observing import before
@@ -64,7 +64,7 @@ def _code_of_script(report_end: Callable[[], None]) -> int:
         print(refusal, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except BaseException as failure:
         watch.tell_failure(failure)
         script.show_error(failure)

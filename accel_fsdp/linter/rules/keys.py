@@ -7,11 +7,13 @@ from typing import Any
 
 from accel_fsdp.config import (
     BY_NAME,
+    DISTRIBUTED_TYPES,
     EXPERT_FIELD,
     EXPERT_FLAG,
     MISNAMED,
     RETIRED,
     Edit,
+    Engine,
     Field,
     Kind,
     full_name,
@@ -47,8 +49,8 @@ def written(subject: Subject) -> Iterator[tuple[str, Field, Any]]:
 def _no_distributed_type(subject: Subject) -> Cases:
     if subject.values.get("distributed_type") is not None:
         return None
-    by_section = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}
-    kinds = [kind for name, kind in by_section.items() if subject.section(name)]
+    by_section = {"fsdp_config": Engine.FSDP1, "deepspeed_config": Engine.DEEPSPEED}
+    kinds = [DISTRIBUTED_TYPES[engine] for name, engine in by_section.items() if subject.section(name)]
     edits = (Edit("", "distributed_type", kinds[0]),) if len(kinds) == 1 else ()
     return {"kinds": " or ".join(kinds or ["FSDP", "MULTI_GPU", "DEEPSPEED"]), "edits": edits}
 
