@@ -142,9 +142,12 @@ def _on_first(training: TrainingArguments, otherwise: str) -> Iterator[Store | N
 
     `otherwise` says what happens if the store can't be reached; empty if that is an error.
     """
+    if not training.checkpoint_uri:
+        yield None
+        return
     failed: list[UserError] = []
     try:
-        if training.checkpoint_uri and training.process_index == 0:
+        if training.process_index == 0:
             with (store := Store(training.checkpoint_uri)).reached(otherwise):
                 yield store
         else:
