@@ -9,8 +9,8 @@ from pathlib import Path
 
 from accel_fsdp import untrusted_files
 from accel_fsdp.checkpoints import file_names
-from accel_fsdp.errors import UsageError, UserError
-from accel_fsdp.models import catalogue, first_line
+from accel_fsdp.errors import UsageError, UserError, first_line
+from accel_fsdp.models import catalogue
 
 
 def check_name(repository: str) -> None:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_fsdp.checkpoints import LORA, TOKENS, Stored, file_names, plain, short_name, tensor_names
-from accel_fsdp.errors import UserError
+from accel_fsdp.errors import UserError, first_line
 from accel_fsdp.exporter import transformers_probe
-from accel_fsdp.models import first_line, remote_code
+from accel_fsdp.models import remote_code
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -6,17 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel_fsdp.checkpoints import file_names
-from accel_fsdp.errors import UserError, require
-from accel_fsdp.models import (
-    first_line,
-    kept_in_float32,
-    model_class,
-    on_meta,
-    part_for,
-    read_config,
-    read_tokenizer,
-    remote_code,
-)
+from accel_fsdp.errors import UserError, first_line, require
+from accel_fsdp.models import kept_in_float32, model_class, on_meta, part_for, read_config, read_tokenizer, remote_code
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,7 @@ from typing import Any
 from accel_fsdp import ranks
 from accel_fsdp.command_line import values_by_name
 from accel_fsdp.config import DEFAULT_PORT, DISTRIBUTED_TYPES, MULTI_CPU, Engine, JobConfig, yaml_file
-from accel_fsdp.errors import Stopped, UserError, require
+from accel_fsdp.errors import Stopped, UserError, first_line, require
 from accel_fsdp.launch import child_process, last_places, meeting
 from accel_fsdp.launch.place import NOWHERE, Place
 from accel_fsdp.launch_environment import (
@@ -29,7 +29,6 @@ from accel_fsdp.launch_environment import (
     USE_CPU,
     LaunchEnvironment,
 )
-from accel_fsdp.models import first_line
 from accel_fsdp.ranks import cpu
 
 REFUSALS = (ValueError, TypeError, KeyError, AttributeError, OverflowError, OSError, RuntimeError)

@@ -14,7 +14,6 @@ from .classes import on_meta as on_meta
 from .classes import part_for as part_for
 from .classes import text_class as text_class
 from .classes import trained_class as trained_class
-from .config_json import first_line as first_line
 from .facts import LayerClass as LayerClass
 from .facts import ModelFacts as ModelFacts
 from .facts import check_layer_classes as check_layer_classes

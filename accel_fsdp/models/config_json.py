@@ -9,7 +9,6 @@ from typing import Any
 from accel_fsdp import untrusted_files
 from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import LIBRARIES, UserError
-from accel_fsdp.errors import first_line as first_line
 
 ANYWHERE = Path(os.path.abspath(os.sep))
 """Reading a model copies nothing, so its user may have put links to another disk into its folder."""

@@ -4,9 +4,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp.errors import LIBRARIES, NotInstalled, UserError, did_you_mean, is_installed, require
+from accel_fsdp.errors import LIBRARIES, NotInstalled, UserError, did_you_mean, first_line, is_installed, require
 from accel_fsdp.models import catalogue, config_json, remote_code
-from accel_fsdp.models.config_json import first_line
 
 
 def read_config(name: str, revision: str = "main", run_code: bool = False) -> Any:

@@ -11,9 +11,9 @@ from html import escape
 
 from accel_fsdp import command_line
 from accel_fsdp.command_line import Flag
-from accel_fsdp.errors import NotInstalled, UsageError, UserError
+from accel_fsdp.errors import NotInstalled, UsageError, UserError, first_line
 from accel_fsdp.hardware import gpus
-from accel_fsdp.models import catalogue, first_line
+from accel_fsdp.models import catalogue
 from accel_fsdp.planner import html_report
 from accel_fsdp.planner.command import make_plan
 from accel_fsdp.planner.flags import PlanCommand

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from accel_fsdp import atomic_files
-from accel_fsdp.errors import UserError
-from accel_fsdp.models import first_line
+from accel_fsdp.errors import UserError, first_line
 from accel_fsdp.rehearsal.job import CallFailed, Rehearsed
 from accel_fsdp.training.data import load
 

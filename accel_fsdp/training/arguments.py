@@ -11,9 +11,9 @@ from typing import Any, Literal, NoReturn
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import HfArg
 
-from accel_fsdp import command_line, console, models
+from accel_fsdp import command_line, console
 from accel_fsdp.config import EXPERT_FLAG, Method
-from accel_fsdp.errors import UsageError, UserError, did_you_mean
+from accel_fsdp.errors import UsageError, UserError, did_you_mean, first_line
 from accel_fsdp.launch import launcher
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.ranks import cpu
@@ -204,7 +204,7 @@ def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
     try:
         model, data, training = parser.parse_args_into_dataclasses()
     except REFUSALS as error:
-        raise UsageError(models.first_line(error), why="Trainer refuses these arguments", fix=SEE_HELP) from error
+        raise UsageError(first_line(error), why="Trainer refuses these arguments", fix=SEE_HELP) from error
     if data.max_length < 2:
         raise UsageError(f"--max_length {data.max_length} is too short", why="nothing is left to predict", fix=SEE_HELP)
     if data.streaming and training.max_steps < 1:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
 from accel_fsdp import console, models
-from accel_fsdp.errors import UserError, did_you_mean
+from accel_fsdp.errors import UserError, did_you_mean, first_line
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.models import causal, counting
@@ -94,7 +94,7 @@ def _convert_errors(name: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise UserError(
-            f"cannot load the weights of {name}: {models.first_line(error)}",
+            f"cannot load the weights of {name}: {first_line(error)}",
             why="there is nothing to train",
             fix="check the name, or give a folder that save_pretrained wrote",
         ) from error
@@ -260,7 +260,7 @@ def with_adapter(model: Any, options: ModelArguments) -> "nn.Module":
         fix = "--lora_target_modules all-linear, or names of linear modules such as q_proj v_proj"
         if "lora_dropout" in str(error):
             fix = "--lora_dropout 0; or --lora_target_modules all-linear, which leaves fused experts as they are"
-        what = f"no adapter can be made: {models.first_line(error)}"
+        what = f"no adapter can be made: {first_line(error)}"
         raise UserError(what, why="nothing would be trained", fix=fix) from error
     _rename_ties(ties)
     launch = LaunchEnvironment.now()

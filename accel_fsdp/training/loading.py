@@ -23,9 +23,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import set_seed
 from transformers.trainer_pt_utils import safe_globals
 
-from accel_fsdp import console, models
+from accel_fsdp import console
 from accel_fsdp.checkpoints import ERRORS, clean_name, completeness, dcp, file_names, saved_files
-from accel_fsdp.errors import UserError
+from accel_fsdp.errors import UserError, first_line
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.training import mesh_checkpoints, patches
 
@@ -132,7 +132,7 @@ def cause(error: BaseException) -> str:
         error = next(iter(error.failures.values()))[0]
     if isinstance(error, pickle.UnpicklingError):
         return "one of its files is damaged, or names what could run code; nothing was executed"
-    return re.sub(r"^\[[^]]*\] ", "", models.first_line(error)).partition(" This is typically caused")[0]
+    return re.sub(r"^\[[^]]*\] ", "", first_line(error)).partition(" This is typically caused")[0]
 
 
 def _has_adapter(trainer: Any) -> bool:

@@ -12,7 +12,7 @@ from transformers import EarlyStoppingCallback, Trainer
 
 from accel_fsdp import atomic_files, console, library_internals, models
 from accel_fsdp.checkpoints import clean_name, file_names
-from accel_fsdp.errors import Stopped, UserError
+from accel_fsdp.errors import Stopped, UserError, first_line
 from accel_fsdp.exporter import companion_files
 from accel_fsdp.job import from_run
 from accel_fsdp.library_internals import TRAINER, Internal
@@ -116,7 +116,7 @@ class SftTrainer(SafeCheckpoints, Trainer):  # type: ignore[misc]
                 super().__init__(*args, **kwargs)
         except (ValueError, ImportError) as error:
             raise UserError(
-                f"Trainer refuses this combination: {models.first_line(error)}",
+                f"Trainer refuses this combination: {first_line(error)}",
                 why="training can't start",
                 fix=SEE_HELP,
             ) from error

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from accel_fsdp import atomic_files, models
 from accel_fsdp.checkpoints import file_names
-from accel_fsdp.errors import UserError
-from accel_fsdp.models import config_json, first_line, remote_code
+from accel_fsdp.errors import UserError, first_line
+from accel_fsdp.models import config_json, remote_code
 from accel_fsdp.models.shrink import fewer_layers, small_config
 from accel_fsdp.models.shrink.config_parts import TOKENS, parts_of
 from accel_fsdp.models.shrink.small_config import ATTEMPTS, Change, Words

@@ -10,8 +10,8 @@ from unittest.mock import patch
 
 from sympy import Matrix
 
-from accel_fsdp.errors import UserError
-from accel_fsdp.models import first_line, parallel_plans, trained_class
+from accel_fsdp.errors import UserError, first_line
+from accel_fsdp.models import parallel_plans, trained_class
 from accel_fsdp.prediction import TraceRecord
 from accel_fsdp.prediction.memory import SHIPPED, At, Event, Size, Tape, Tapes, Variant
 from accel_fsdp.prediction.tracing.recorder import Recorder

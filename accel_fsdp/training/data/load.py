@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel_fsdp import disks
-from accel_fsdp.errors import UserError, did_you_mean
-from accel_fsdp.models import check_local_path, first_line
+from accel_fsdp.errors import UserError, did_you_mean, first_line
+from accel_fsdp.models import check_local_path
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
