@@ -174,7 +174,8 @@ def _export(options: ExportCommand, out: Path, checkpoint: CheckpointLocation) -
     refusals.check_weights(options, weights, companions)
     planner = Planner(weights, companions, _torch_dtype(dtype))
     if is_adapter:
-        dtype, _ = options.dtype, described.result()
+        dtype = options.dtype
+        described.result()  # an adapter needs none of it, but the refusals
         if loads:
             merge_lora.check_saved(weights.adapter, merge_lora.adapted(companions.settings, companions.folder))
         outputs = contents.named(weights.adapter, _torch_dtype(dtype))
@@ -182,8 +183,8 @@ def _export(options: ExportCommand, out: Path, checkpoint: CheckpointLocation) -
         outputs = planner.early_outputs()
     else:
         outputs = (planner.merged(description) if options.merge_adapter else planner).outputs(description)
-    is_guess = is_early and not is_adapter
-    other = background.submit(lambda: planner.other_outputs(described.result(), outputs) if is_guess else None)
+    is_checked = is_adapter or not is_early
+    other = background.submit(lambda: None if is_checked else planner.other_outputs(described.result(), outputs))
     with atomic_files.replaced_folder(out, sync=not options.no_sync) as folder:
         total = sum(output.spec.size_bytes for output in outputs)
         refusals.check_space(out, total, wide=any(output.dtype.itemsize >= 4 for output in outputs))

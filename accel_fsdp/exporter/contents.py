@@ -51,11 +51,12 @@ class Planner:
         return named(whole, self.dtype, wider)
 
     def early_outputs(self) -> list[Output]:
-        """The tensors that the checkpoint and its config suggest, unchecked, as long as there is no description."""
+        """The tensors that the checkpoint and its config suggest. `other_outputs` checks them by the description."""
         copies = {name for group in self._ties(self.weights.tensors, None) for name in group[1:]}
         return named({name: t for name, t in self.weights.tensors.items() if name not in copies}, self.dtype)
 
     def other_outputs(self, description: Description | None, early: list[Output]) -> list[Output] | None:
+        """The tensors to write in place of the `early` ones; None if those are right. Raises as `outputs` does."""
         outputs = self.outputs(description)
         return None if outputs == early else outputs
 

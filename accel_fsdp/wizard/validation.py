@@ -136,7 +136,7 @@ NUMBERS = {
 
 
 def whole_number(question: str, value: Any, usual: int = 0) -> int:
-    """Refuses what is no whole number in the range of a question."""
+    """Refuses a value that is not a whole number in the question's range."""
     default, most, why = NUMBERS[question]
     flag, text = flag_of(question), str(value).strip()
     number = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else -1
