@@ -1,7 +1,8 @@
 """Files that each rank wrote with torch.save, as verl, SkyRL and hand-made loops do: DTensors, or plain shards.
 
 A DTensor says where its part belongs. A plain shard doesn't: it is a part along the first dimension if the ranks' parts
-add up to the shape that the model's config gives, and a copy of the whole if each has that shape.
+add up to the shape that the model's config gives, and a copy of the whole if each has that shape. Beside DTensors, a
+plain tensor that is equal in all files is a copy too: a buffer.
 """
 
 from functools import partial
@@ -17,6 +18,7 @@ from accel_fsdp.checkpoints.stored import Box, Shapes, Stored, assembled, same_b
 from accel_fsdp.checkpoints.tensor_names import clean_name
 from accel_fsdp.errors import UserError
 from accel_fsdp.library_internals import Internal
+from accel_fsdp.units import first_few
 from accel_fsdp.untrusted_files import broken
 
 PLACEMENTS = ("Replicate", "Shard", "_StridedShard")
@@ -36,12 +38,17 @@ def read(folder: Path, shapes: Shapes | None) -> dict[tuple[str, ...], Stored]:
     """
     ranks = [SavedFile(path) for path in file_names.of_ranks(folder).values()]
     try:
-        return {tuple(map(str, keys)): _tensor(keys, ranks, shapes) for keys in saved_files.keys_of(ranks[0].content)}
+        keys_by_rank = [list(saved_files.keys_of(file.content)) for file in ranks]
+        for file, of_rank in zip(ranks, keys_by_rank, strict=True):
+            if unlike := sorted(".".join(map(str, keys)) for keys in {*keys_by_rank[0]} ^ {*of_rank}):
+                raise broken(file.path, f"and {ranks[0].path.name} hold different tensors: {first_few(unlike, 3)}")
+        has_dtensors = any(isinstance(ranks[0].tensor(keys), DTensor) for keys in keys_by_rank[0])
+        return {tuple(map(str, keys)): _tensor(keys, ranks, shapes, has_dtensors) for keys in keys_by_rank[0]}
     except ERRORS as error:
         raise broken(folder, f"holds files that don't belong together: {type(error).__name__} {error}") from error
 
 
-def _tensor(keys: Keys, ranks: list[SavedFile], shapes: Shapes | None) -> Stored:
+def _tensor(keys: Keys, ranks: list[SavedFile], shapes: Shapes | None, has_dtensors: bool) -> Stored:
     tensor = ranks[0].tensor(keys)
     short_name(tensor.dtype, ranks[0].path)
     if isinstance(tensor, DTensor):
@@ -49,6 +56,8 @@ def _tensor(keys: Keys, ranks: list[SavedFile], shapes: Shapes | None) -> Stored
     parts = [file.stored(keys) for file in ranks]
     name = str(keys[-1])
     expected = None if shapes is None else shapes.get(clean_name(name).removeprefix("module."))
+    if has_dtensors and expected is None:
+        expected = parts[0].shape
     if expected is not None and all(part.shape == expected for part in parts):
         if not all(same_bytes(parts[0], part) for part in parts[1:]):
             raise _unclear(ranks[0].path, f"{name} is whole in each rank's file, and differs between them")

@@ -100,6 +100,28 @@ def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
         refused(r"lacks model_world_size_3_rank_2\.pt", src, tmp_path / "out")
 
 
+def changed(folder: Path, *by_rank: State) -> Path:
+    """The folder, with these tensors in the files of its ranks."""
+    for rank, tensors in enumerate(by_rank):
+        path = folder / f"model_world_size_{len(by_rank)}_rank_{rank}.pt"
+        torch.save({**torch.load(path, weights_only=False), **tensors}, path)
+    return folder
+
+
+def test_plain_buffers_beside_dtensors_are_copies(tmp_path: Path) -> None:
+    """Older Llamas save their rotary frequencies, which FSDP2 doesn't shard."""
+    model, ones = llama(), torch.ones(6)
+    folder = changed(verl(tmp_path / "actor", model, 2), {"inv_freq": ones}, {"inv_freq": ones})
+    same(export(folder, tmp_path / "out"), model.state_dict())
+    changed(folder, {}, {"inv_freq": 2 * ones})
+    refused("inv_freq is whole in each rank's file, and differs", folder, tmp_path / "other")
+
+
+def test_a_tensor_that_one_rank_alone_holds_is_named(tmp_path: Path) -> None:
+    folder = changed(verl(tmp_path / "actor", llama(), 2), {}, {"extra": torch.ones(6)})
+    refused(r"rank_1\.pt and model_world_size_2_rank_0\.pt hold different tensors: extra", folder, tmp_path / "out")
+
+
 def by_hand(folder: Path, model: LlamaForCausalLM, ranks: int) -> Path:
     """Plain shards, of the norms copies: what the file holds doesn't say which is which."""
     folder.mkdir()
