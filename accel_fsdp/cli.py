@@ -311,8 +311,8 @@ COMMANDS = {
     ),
     "checkpoints": Command(
         "List a run's checkpoints with their losses; delete some.",
-        "accel_fsdp.checkpoints_command:CheckpointsCommand",
-        "accel_fsdp.checkpoints_command:show",
+        "accel_fsdp.checkpoints.command:CheckpointsCommand",
+        "accel_fsdp.checkpoints.command:show",
         outcome="what is half moved or deleted doesn't look like a checkpoint",
     ),
     "convert": Command(

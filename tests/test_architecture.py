@@ -38,7 +38,7 @@ INSIDE = [  # of a package with packages inside, these import those of the lines
     {"prediction.tracing", "launch.script", "launch.doctor", "training"},
 ]
 PACKAGES = set().union(*LAYERS, *INSIDE)
-COMMANDS = {"cli", "__main__", "api", "checkpoints_command"}
+COMMANDS = {"cli", "__main__", "api"}
 """The modules at the top that stand above all packages; the others there are helpers of all."""
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "peft"}
 MAY_PRINT = {

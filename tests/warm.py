@@ -112,7 +112,8 @@ if not answer:
     sys.exit("the server of warm processes is gone")
 status = int.from_bytes(answer, "big")
 if os.WIFSIGNALED(status):
-    signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+    if os.WTERMSIG(status) != signal.SIGKILL:  # its handling can't be changed
+        signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
     os.kill(os.getpid(), os.WTERMSIG(status))
 os._exit(os.waitstatus_to_exitcode(status) if not os.WIFSIGNALED(status) else 1)
 """

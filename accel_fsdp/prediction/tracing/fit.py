@@ -52,7 +52,9 @@ def record_model(name: str, config: Any, variants: tuple[str, ...] = SHIPPED) ->
             with patch.object(LOG, "disabled", True), _ranks_for(known):
                 recorder = Recorder(name, config, known)
                 tapes[variant] = record(recorder)
-        except (RuntimeError, ValueError) as error:
+        except UserError:
+            raise
+        except Exception as error:  # any error of the model's own code
             raise UserError(
                 f"what {name} allocates can't be recorded: {first_line(error) or type(error).__name__}",
                 why="its memory depends on more than rows, length and LoRA rank, or its code can't run without data",
