@@ -116,8 +116,8 @@ def _searched(context: Context, problem: "Problem", asked: Mapping[str, str]) ->
     plain = None if divides else _cached(problem, (), lambda: search.best(problem))
     if plain and agrees(plain.job):
         return plain
-    if rows := asked.get("batch", "1" if divides else ""):
-        problem = replace(problem, job=problem.job.with_recipe(rows=int(rows)), fixed_rows=True)
+    if rows := int(asked.get("batch", divides)):  # 0 is refused when its question comes
+        problem = replace(problem, job=problem.job.with_recipe(rows=rows), fixed_rows=True)
     jobs = [job for job in layouts(problem.job) if agrees(job) or agrees(job.with_layout(offload=True))]
     if divides or not jobs:
         own = layout_of(context, problem) if ("ep" if divides else "engine") in context.given else None
