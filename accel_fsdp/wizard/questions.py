@@ -216,11 +216,9 @@ def to_answers(context: Context) -> Answers:
 
 def applying(answers: Answers) -> list[Question]:
     """The questions whose answers are written, and named in the file's header."""
-    context, questions = Context(given=vars(answers)), []
-    for question in filter(lambda question: question.applies(context), QUESTIONS):
-        if question.helps(context) or getattr(answers, question.field) not in (0, question.default(context)[0]):
-            questions.append(question)
-    return questions
+    context = Context(given=vars(answers))
+    questions = (question for question in QUESTIONS if question.applies(context))
+    return [q for q in questions if q.helps(context) or getattr(answers, q.field) not in (0, q.default(context)[0])]
 
 
 def is_shown(question: Question, answers: Answers) -> bool:
