@@ -31,8 +31,7 @@ GREETING = (
 
 def interview(flags: Mapping[str, str], given: Mapping[str, Any]) -> Interview:
     """Settles every question: by a flag, a preset or a file, else by asking; Ctrl-C raises KeyboardInterrupt."""
-    session = Interview(flags, {**given, **flags})
-    session.fixed = frozenset(session.given)
+    session = Interview(flags, {**given, **flags}, fixed=frozenset({**given, **flags}))
     console.say(GREETING, style="dim", wrap=True)
     with suppress(UserError):  # which the question of the model reports
         if session.given.get("model"):

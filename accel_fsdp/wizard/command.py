@@ -9,7 +9,7 @@ from typing import Any
 
 from accel_fsdp import atomic_files, console
 from accel_fsdp.config import JobConfig, header, read_config, yaml_file
-from accel_fsdp.errors import UsageError, did_you_mean
+from accel_fsdp.errors import UsageError
 from accel_fsdp.wizard import asking, interview, to_yaml
 from accel_fsdp.wizard.answers import Answers
 from accel_fsdp.wizard.flags import WizardOptions
@@ -20,15 +20,6 @@ from accel_fsdp.wizard.questions import applying, is_shown
 from accel_fsdp.wizard.rewriting import Change, refusal, rewrite
 
 WRITE, QUIT = "write", "quit"
-
-
-@dataclass(frozen=True)
-class Original:
-    """The edited file: its content, the answers that it contains, and the open questions."""
-
-    path: Path
-    job: JobConfig
-    written: Mapping[str, Any]
 
 
 def configure(options: WizardOptions, flags: Mapping[str, str]) -> int:
@@ -45,58 +36,47 @@ def configure(options: WizardOptions, flags: Mapping[str, str]) -> int:
     is_in_place = options.from_file and not options.output
     if not (interactive or is_in_place or options.force or str(output) == "-"):
         atomic_files.refuse_existing(output)
-    original, written = _read(options.from_file, flags) if options.from_file else (None, {})
-    if options.preset is not None and options.preset not in PRESETS:
-        what = f"there is no preset {options.preset}.{did_you_mean(options.preset, PRESETS)}"
-        raise UsageError(what, why="its answers are not known", fix="one of: " + ", ".join(PRESETS))
-    answers = {**(PRESETS[options.preset] if options.preset else {}), **written}
+    job, written = _read(options.from_file, flags) if options.from_file else (None, {})
+    answers = {**PRESETS.get(options.preset or "", {}), **written}
     if "model" not in {**answers, **flags} and (options.from_file or "layer_class" in {**answers, **flags}):
         answers["model"] = interview.WITHOUT_MODEL
     if interactive:
-        return Review(asking.interview(flags, answers), output, original, options.force).ask()
+        return Review(asking.interview(flags, answers), output, options, job).ask()
     session = interview.interview(flags, answers, defaults=options.yes)
     if (context := session.settled()).model:
         interview.introduce(context["model"])
-    _warn(interview.warnings(session))  # the file is written nevertheless, as requested
-    review = Review(session, output, original, options.force)
+    interview.warn(*interview.warnings(session))  # the file is written nevertheless, as requested
+    review = Review(session, output, options, job)
     return review.write(*review.text())
 
 
-def _warn(lines: tuple[str, ...]) -> None:
-    for line in lines:
-        console.say(line, style="yellow", wrap=True)
-
-
-def _read(path: Path, flags: Mapping[str, str]) -> tuple[Original, Mapping[str, Any]]:
-    """The file with its answers, and those for the engine that the flags name."""
+def _read(path: Path, flags: Mapping[str, str]) -> tuple[JobConfig, Mapping[str, Any]]:
+    """The content of the edited file, and its answers for the engine that the flags name."""
     if str(path) == yaml_file.STDIN:
         raise UsageError("--from - can't be re-edited", why="it is read several times", fix="--from FILE")
     job, document = read_config(path)
-    written = answers_in(job)
-    return Original(path, job, written), for_engine(flags, written, job, document)
+    return job, for_engine(flags, answers_in(job), job, document)
 
 
 @dataclass
 class Review:
-    """The end of an interview: its answers as a YAML for `output`, which is - for stdout."""
+    """The end of an interview: its answers as a YAML for `output`, which is - for stdout. `job` is the edited file."""
 
     session: interview.Interview
     output: Path
-    original: Original | None
-    force: bool
+    options: WizardOptions
+    job: JobConfig | None
 
     def text(self) -> tuple[Answers, str, list[Change]]:
         """The answers, the text to write, and what changes in a file that is re-edited."""
-        answers, original = interview.answers(self.session), self.original
-        if original is None:
+        answers, path = interview.answers(self.session), self.options.from_file
+        if path is None or self.job is None:
             return answers, to_yaml.to_text(answers), []
-        answered = set(self.session.given.keys() - original.written.keys())
-        if answers.model and "layer_class" not in original.written:
-            answered.add("layer_class")  # the model has answered it
-        open_fields = vars(answers).keys() - original.written.keys() - answered
-        old = replace(unchecked_answers(original.written), **{field: getattr(answers, field) for field in open_fields})
-        document = yaml_file.load(original.path)
-        changes = rewrite(document, original.job, old, answers)
+        document, written = yaml_file.load(path), answers_in(self.job)
+        answered = {*written, *self.session.given, *(["layer_class"] if answers.model else [])}  # by the model
+        open_answers = {field: value for field, value in vars(answers).items() if field not in answered}
+        old = replace(unchecked_answers(written), **open_answers)
+        changes = rewrite(document, self.job, old, answers)
         return answers, header.with_header(yaml_file.dump(document), to_yaml.header(answers)), changes
 
     def ask(self) -> int:
@@ -104,7 +84,7 @@ class Review:
         place = "stdout" if str(self.output) == "-" else str(self.output)
         while True:
             console.clear()
-            _warn(interview.warnings(self.session))
+            interview.warn(*interview.warnings(self.session))
             answers, text, changes = self.text()
             asked = [question for question in applying(answers) if is_shown(question, answers)]
             rows = [(q.field, f"{q.title:25} {to_yaml.flag_text(getattr(answers, q.field))}") for q in asked]
@@ -129,21 +109,21 @@ class Review:
             show_changes(broken)
             if not asking.confirm("Write it without them?", default=False):
                 return False
-        if str(self.output) == "-" or self.force or not atomic_files.is_taken(self.output):
+        if str(self.output) == "-" or self.options.force or not atomic_files.is_taken(self.output):
             return True
         self.show_diff(text)
-        return asking.confirm(f"{self.output} exists. Overwrite it?", default=self.original is not None)
+        return asking.confirm(f"{self.output} exists. Overwrite it?", default=self.job is not None)
 
     def show_diff(self, text: str) -> None:
-        if self.original is not None:
-            console.show_diff(self.original.job.source, text, str(self.original.path), str(self.output))
+        if self.job is not None:
+            console.show_diff(self.job.source, text, str(self.options.from_file), str(self.output))
 
     def write(self, answers: Answers, text: str, changes: list[Change]) -> int:
         """Writes the file and prints the command that uses it; returns 0. A meaning is lost only by force."""
-        if self.original and not self.force and any(change.breaks for change in changes):
-            raise refusal(self.original.path, answers.engine, changes)
+        if self.options.from_file and not self.options.force and any(change.breaks for change in changes):
+            raise refusal(self.options.from_file, answers.engine, changes)
         if note := header.missing_here(header.launch_words(text)):
-            _warn((note,))
+            interview.warn(note)
         if str(self.output) == "-":
             console.put(text.rstrip(), lines=True)
             return 0
@@ -153,18 +133,16 @@ class Review:
         is_default = self.output == default_config()
         everywhere = ", which accelerate launch reads where no --config_file is given" if is_default else ""
         console.say(f"written: {self.output}{everywhere}", style="green")
-        _say_how_to_train(answers)
+        if answers.own_script:
+            can = (
+                f"can't build {answers.auto_class}" if answers.auto_class else "may be unable to train an unknown model"
+            )
+            interview.warn(f"note: train/sft.py {can}; launch a script of your own:")
+        else:
+            hints = {"rank": ", on each machine with its own --machine_rank", "scheduler": ", in a job of a scheduler"}
+            console.say(f"train with{hints.get(answers.place, '')}:")
         console.put(to_yaml.launch_line(answers, str(self.output)), lines=True)
         return 0
-
-
-def _say_how_to_train(answers: Answers) -> None:
-    if answers.own_script:
-        can = f"can't build {answers.auto_class}" if answers.auto_class else "may not be able to train an unknown model"
-        _warn((f"note: train/sft.py {can}; launch a script of your own:",))
-        return
-    hints = {"rank": ", on each machine with its own --machine_rank", "scheduler": ", in a job of a scheduler"}
-    console.say(f"train with{hints.get(answers.place, '')}:")
 
 
 def default_config() -> Path:

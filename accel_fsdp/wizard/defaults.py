@@ -1,15 +1,13 @@
 """The answers that the wizard proposes, each with its reason in one line. Pure."""
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 from accel_fsdp.config import DEFAULT_PORT, PLACING, Engine
 from accel_fsdp.hardware import machines
 from accel_fsdp.units import listed
 from accel_fsdp.wizard import recommended, validation
 from accel_fsdp.wizard.answers import Context
-
-Default: TypeAlias = Callable[[Context], tuple[Any, str]]
 
 model = ("", "its layers become the FSDP units")
 method = ("full", "every weight is trained")
@@ -32,7 +30,7 @@ def num_machines(context: Context) -> tuple[int, str]:
     return count, "one machine" if count == 1 else f"as in {context['gpus']}"
 
 
-def _planned(name: str, otherwise: Any, reason: str) -> Default:
+def _planned(name: str, otherwise: Any, reason: str) -> Callable[[Context], tuple[Any, str]]:
     """The plan's recommendation for a question, or without one a fixed default."""
 
     def default(context: Context) -> tuple[Any, str]:

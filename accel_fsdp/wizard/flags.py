@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from accel_fsdp.command_line import arg, positional
 from accel_fsdp.config import MigrationTarget
@@ -34,7 +34,8 @@ class WizardOptions:
         arg("Re-edit this YAML, in place without -o: answers, comments and other keys are kept.", "FILE", name="from"),
     ] = None
     preset: Annotated[
-        str | None, arg("Answers by name; flags overrule them. One of: " + ", ".join(PRESETS) + ".", "NAME")
+        Literal[tuple(PRESETS)] | None,  # type: ignore[valid-type]
+        arg("Answers by name; flags overrule them. One of: " + ", ".join(PRESETS) + ".", "NAME"),
     ] = None
 
 
@@ -46,16 +47,11 @@ def _flag(question: Question) -> tuple[str, Any, Any]:
 
 
 ConfigCommand = dataclasses.make_dataclass("ConfigCommand", map(_flag, QUESTIONS), bases=(WizardOptions,), frozen=True)
-"""The whole command."""
 
 
 @dataclass(frozen=True)
 class MigrateCommand:
-    """The whole command.
-
-    `force` accepts a lost meaning, and `overwrite` replaces an existing OUT. They are separate, because the report asks
-    for the first, and users may not expect the second.
-    """
+    """The whole command. `overwrite` is separate from `force`, which the report asks for where a meaning is lost."""
 
     file: Annotated[Path, positional("An Accelerate YAML.", "FILE")]
     to: Annotated[MigrationTarget, arg("The engine to rewrite it for.")]

@@ -23,7 +23,7 @@ from accel_fsdp.config import (
 from accel_fsdp.errors import UsageError
 from accel_fsdp.wizard.answers import Answers
 from accel_fsdp.wizard.questions import QUESTIONS
-from accel_fsdp.wizard.to_yaml import KEYS, MESH
+from accel_fsdp.wizard.to_yaml import KEYS, MESH, READ_IN
 
 UNKNOWN = (None, -1)
 """Values that leave a key to the model, to the machine or to the command line; -1 processes are one for each GPU."""
@@ -62,13 +62,11 @@ def answers_in(job: JobConfig) -> dict[str, Any]:
     if engine is Engine.DDP:  # as DDP saves and loads
         answers |= {"state_dict_type": "FULL_STATE_DICT", "ram_efficient_loading": False}
     if engine is Engine.DEEPSPEED:  # a stage in DeepSpeed's own file counts as 3, as Accelerate takes it
-        section, stage = job.section("deepspeed_config"), str(effective(job, "deepspeed_config", "zero_stage"))
-        is_stage_3 = stage not in ("0", "1", "2")
-        devices = [("offload_optimizer_device", stage != "0"), ("offload_param_device", is_stage_3)]
-        places = {str(section.get(key)).lower() for key, is_read in devices if is_read}
-        answers["cpu_offload"] = not places.isdisjoint(("cpu", "nvme"))
-        builds = str(section.get("zero3_init_flag", True)).lower() in TRUE_WORDS
-        answers["ram_efficient_loading"] = is_stage_3 and builds
+        section, text = job.section("deepspeed_config"), str(effective(job, "deepspeed_config", "zero_stage"))
+        stage = int(text) if text in ("0", "1", "2") else 3
+        read = {key: str(section.get(key, True)).lower() for key, stages in READ_IN.items() if stage in stages}
+        answers["cpu_offload"] = not {"cpu", "nvme"}.isdisjoint(read.values())
+        answers["ram_efficient_loading"] = read.get("zero3_init_flag") in TRUE_WORDS
     if engine is Engine.TPU:
         answers["activation_checkpointing"] = job.on("fsdp_xla_fsdp_grad_ckpt")
     return answers
@@ -112,15 +110,13 @@ def class_names(value: Any) -> str:
 
 def unchecked_answers(given: Mapping[str, Any]) -> Answers:
     """Answers that no question has checked, with the defaults of `Answers` for open and unreadable ones."""
-    values: dict[str, Any] = {**vars(Answers())}
-    for name, value in given.items():
-        kind = type(values[name])
-        if kind is int:
-            values[name] = int(value) if str(value).isdecimal() else values[name]
-        elif kind is tuple:
-            values[name] = tuple(filter(None, value.split(",")))
-        elif kind is bool:
-            values[name] = str(value).lower() == "true"
-        else:
-            values[name] = str(value)
-    return Answers(**values)
+    defaults = vars(Answers())
+    return Answers(**{name: _as_type_of(defaults[name], value) for name, value in given.items()})
+
+
+def _as_type_of(default: Any, value: Any) -> Any:
+    if isinstance(default, bool):
+        return str(value).lower() == "true"
+    if isinstance(default, int):
+        return int(value) if str(value).isdecimal() else default
+    return tuple(filter(None, value.split(","))) if isinstance(default, tuple) else str(value)

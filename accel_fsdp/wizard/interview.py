@@ -27,9 +27,7 @@ WITHOUT_MODEL = ""
 
 @dataclass
 class Interview:
-    """The answers so far.
-
-    `flags` were typed and are never replaced; `given` also holds the answers of a preset or file.
+    """The answers so far: `flags`, which are never replaced, and `given`, also with those of a preset or file.
 
     `fixed` are the fields that are never asked, `asked` those answered in the terminal, the latest last.
     """
@@ -68,8 +66,7 @@ class Interview:
                 if name in self.flags or name == "model":
                     raise
                 del self.given[name]
-                note = f"note: {joined(error.what, error.why)}; going on without it: {error.fix}"
-                console.say(note, style="yellow", wrap=True)
+                warn(f"note: {joined(error.what, error.why)}; going on without it: {error.fix}")
         return judged(question, settle(question, context, question.default(context)[0]))
 
     def _with_model(self, context: Context) -> Context:
@@ -78,9 +75,9 @@ class Interview:
         except UserError as error:
             if "layer_class" not in self.given:
                 raise type(error)(error.what, why=error.why, fix=f"{error.fix}; or --layer-class NAME") from error
-            _say_once(f"note: {joined(error.what, 'going on with the given layer class, unchecked')}")
+            _warn_once(f"note: {joined(error.what, 'going on with the given layer class, unchecked')}")
             if isinstance(error, remote_code.NeedsCode):
-                _say_once("note: train/sft.py takes such a model with --trust_remote_code alone; read its code first")
+                _warn_once("note: train/sft.py takes such a model with --trust_remote_code alone; read its code first")
             return context
 
 
@@ -109,8 +106,7 @@ def interview(flags: Mapping[str, str], given: Mapping[str, Any], defaults: bool
     session = Interview(flags, {**given, **flags})
     if not defaults:
         context = replace(session, given={"model": PRESET_MODEL, **session.given}).settled()
-        unanswered = [q.flag for q in QUESTIONS if q.is_open(context) and q.field not in session.given]
-        if unanswered:
+        if unanswered := [q.flag for q in QUESTIONS if q.is_open(context) and q.field not in session.given]:
             what, why = "this is not a terminal, so nothing can be asked", "unanswered: " + " ".join(unanswered)
             raise UsageError(what, why=why, fix="--yes takes the defaults (it needs --model); or give these flags")
     return session
@@ -147,9 +143,12 @@ def read_model(name: str) -> ModelFacts:
         return models.read_model(name)
 
 
-@cache
-def _say_once(line: str) -> None:
-    console.say(line, style="yellow", wrap=True)
+def warn(*lines: str) -> None:
+    for line in lines:
+        console.say(line, style="yellow", wrap=True)
+
+
+_warn_once = cache(warn)
 
 
 def introduce(name: str) -> None:

@@ -27,10 +27,9 @@ class Question:
     """One question. `field` is its name in `Answers`, with dashes the flag of `accel-fsdp config`.
 
     `meanings` are the values to choose from, if it has such, with the consequence of each; those that are `hidden` have
-    flags alone, and `names` are second spellings. `metavar` is shown in `--help`, `alias` is a second flag. `needs`
-    is the condition without which the default is used. `helps` says whether it is written even with its
-    default, and `asked` whether the wizard asks it: the others have flags alone. `key` is the section and key of the
-    YAML for the answer, if a single key takes it.
+    flags alone. `metavar` is shown in `--help`, `alias` is a second flag. `needs` is the condition without which the
+    default is used. `helps` says whether it is written even with its default, and `asked` whether the wizard asks it:
+    the others have flags alone. `key` is the section and key of the YAML for the answer, if a single key takes it.
 
     The default is the value or function of that name in `defaults`, the check the function in `validation`, if any.
     """
@@ -39,7 +38,6 @@ class Question:
     prompt: str
     meanings: Mapping[Any, str] = dataclasses.field(default_factory=dict)
     hidden: tuple[str, ...] = ()
-    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     metavar: str = "N"
     alias: str = ""
     key: tuple[str, str] | None = None
@@ -110,7 +108,8 @@ def store(question: Question, context: Context, value: Any) -> Context:
 def _one_of(question: Question, context: Context, value: Any) -> Any:
     """The option that reads like `value`: flags arrive as text, in any case."""
     text = str(value).lower()
-    text = {name.lower(): number for number, name in question.names.items()}.get(text, text)
+    names = recommended.NAMES if question.field == "strategy" else {}
+    text = names.get(text.upper(), text)
     chosen = next((option for option in question.meanings if str(option).lower() == text), None)
     why = "it is not one of the listed values" if chosen is None else validation.reason(question.field, chosen, context)
     if not why:
@@ -118,8 +117,7 @@ def _one_of(question: Question, context: Context, value: Any) -> Any:
     known = [str(option).lower() if isinstance(option, bool) else str(option) for option in question.options(context)]
     others = "--engine ddp, or another model" if question.field == "fsdp_version" else "another model"
     raise UsageError(
-        f"{question.flag} {value} can't be used."
-        + (did_you_mean(text, [*known, *question.names.values()]) if chosen is None else ""),
+        f"{question.flag} {value} can't be used." + (did_you_mean(text, [*known, *names]) if chosen is None else ""),
         why=why,
         fix=f"{question.flag} with one of: " + ", ".join(known) if known else others,
     )
@@ -175,8 +173,6 @@ STRATEGY_MEANINGS = {
     4: f"{STRATEGIES[4]}: as 1 inside each machine, one replica per machine",
     5: f"{STRATEGIES[5]}: as 2 inside each machine, one replica each",
 }
-NAMES = {str(number): name for number, name in STRATEGIES.items()}
-
 FSDP = "fsdp_config.fsdp"
 QUESTIONS: tuple[Question, ...] = (
     Question("model", "Which model? (hub id or local folder)", metavar="ID_OR_FOLDER"),
@@ -186,7 +182,7 @@ QUESTIONS: tuple[Question, ...] = (
     Question("seq_len", "How many tokens per sequence?", helps=IF["planned"], metavar="TOKENS"),
     Question("engine", "Which engine?", ENGINES),
     _of_key("fsdp_version", f"{FSDP}_version", needs="--engine fsdp", asked=IF["never"]),
-    _of_key("strategy", f"{FSDP}_sharding_strategy", STRATEGY_MEANINGS, names=NAMES, needs="--engine fsdp"),
+    _of_key("strategy", f"{FSDP}_sharding_strategy", STRATEGY_MEANINGS, needs="--engine fsdp"),
     _of_key("zero_stage", "deepspeed_config.zero_stage", needs="--engine deepspeed"),
     _of_key("mixed_precision", "mixed_precision", hidden=("fp8",)),
     _of_key("num_processes", "num_processes", asked=IF["never"]),
@@ -220,11 +216,9 @@ def to_answers(context: Context) -> Answers:
 
 def applying(answers: Answers) -> list[Question]:
     """The questions whose answers are written, and named in the file's header."""
-    context, questions = Context(given=vars(answers)), []
-    for question in filter(lambda question: question.applies(context), QUESTIONS):
-        if question.helps(context) or getattr(answers, question.field) not in (0, question.default(context)[0]):
-            questions.append(question)
-    return questions
+    context = Context(given=vars(answers))
+    questions = (question for question in QUESTIONS if question.applies(context))
+    return [q for q in questions if q.helps(context) or getattr(answers, q.field) not in (0, q.default(context)[0])]
 
 
 def is_shown(question: Question, answers: Answers) -> bool:

@@ -1,7 +1,5 @@
 """What the plan recommends for the answers so far, and says of a strategy. Pure, but for recording.
 
-GPUs outside the table have no recommendation.
-
 The prediction is imported on first use: `accel-fsdp --help` lists the questions and needs none.
 """
 
@@ -30,7 +28,7 @@ OF_FSDP = {
 """Questions whose answer by a flag picks FSDP."""
 DECIDING = ("fsdp_version", "strategy", "zero_stage", "cpu_offload", RECOMPUTES, "batch")
 """Questions besides the engine whose answers are a job's."""
-NAMES = {name.lower(): str(number) for number, name in STRATEGIES.items()}
+NAMES = {name: str(number) for number, name in STRATEGIES.items()}
 _CACHE: "dict[tuple[Any, ...], Candidate | None]" = {}
 
 
@@ -116,8 +114,8 @@ def _searched(context: Context, problem: "Problem", asked: Mapping[str, str]) ->
     plain = None if divides else _cached(problem, (), lambda: search.best(problem))
     if plain and agrees(plain.job):
         return plain
-    if rows := asked.get("batch", "1" if divides else ""):
-        problem = replace(problem, job=problem.job.with_recipe(rows=int(rows)), fixed_rows=True)
+    if rows := int(asked.get("batch", divides)):  # 0 is refused when its question comes
+        problem = replace(problem, job=problem.job.with_recipe(rows=rows), fixed_rows=True)
     jobs = [job for job in layouts(problem.job) if agrees(job) or agrees(job.with_layout(offload=True))]
     if divides or not jobs:
         own = layout_of(context, problem) if ("ep" if divides else "engine") in context.given else None
@@ -142,7 +140,7 @@ def _is_number(text: str) -> bool:
 def wanted(context: Context) -> dict[str, str]:
     """The answers that decide a job, settled or by flags; a flag of one engine alone picks it."""
     answers = {name: str(value).lower() for name, value in {**context.wished, **context.given}.items()}
-    asked = {name: NAMES.get(answers[name], answers[name]) for name in DECIDING if name in answers}
+    asked = {name: NAMES.get(answers[name].upper(), answers[name]) for name in DECIDING if name in answers}
     asked = {name: text for name, text in asked.items() if text in ("true", "false") or _is_number(text)}
     implied = "deepspeed" if "zero_stage" in answers else "fsdp" if OF_FSDP & answers.keys() else ""
     engine = answers.get("engine", implied)

@@ -30,7 +30,7 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.units import counted
 from accel_fsdp.wizard.answers import Answers, engine_of
 from accel_fsdp.wizard.from_yaml import UNKNOWN, class_names, effective, is_readable
-from accel_fsdp.wizard.to_yaml import MESH, SECTIONS, SETTINGS, Place, flat_mapping
+from accel_fsdp.wizard.to_yaml import MESH, SECTIONS, SETTINGS, Place, flag_text, flat_mapping
 
 
 @dataclass(frozen=True)
@@ -235,9 +235,8 @@ def mesh_problem(job: JobConfig, target: str) -> str:
 def _breaks(key: str, value: Any, job: JobConfig) -> bool:
     """Whether a value without an equivalent has a meaning to keep."""
     harmless = NO_EQUIVALENT[key][1] if key in NO_EQUIVALENT else ALL
-    if key in (*HOSTS, LAUNCHER) and job.number("num_machines") <= 1:
-        return False
-    if key in HOSTS and str(job.section("deepspeed_config").get(LAUNCHER)).lower() == "standard":
+    is_standard = str(job.section("deepspeed_config").get(LAUNCHER)).lower() == "standard"
+    if key in (*HOSTS, LAUNCHER) and (is_standard or job.number("num_machines") <= 1):
         return False
     return harmless is not ALL and str(value).lower() not in harmless
 
@@ -247,11 +246,8 @@ def _path(section: str, key: str) -> str:
 
 
 def show(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, Mapping):
-        return counted(len(value), "key")
-    return "" if value is None else str(value)
+    words = counted(len(value), "key") if isinstance(value, Mapping) else flag_text(value)
+    return "" if value is None else words
 
 
 def refusal(path: Path, target: str, changes: Iterable[Change]) -> UserError:

@@ -34,14 +34,6 @@ KEYS = {question.key: question.field for question in QUESTIONS if question.key}
 """The keys that hold one answer each."""
 
 
-def _of_stages(*stages: int, value: Callable[[Answers], Any]) -> Callable[[Answers], Any]:
-    return lambda answers: value(answers) if answers.zero_stage in stages else ""
-
-
-def _device(answers: Answers) -> str:
-    return "cpu" if answers.cpu_offload else "none"
-
-
 CONSTANT: Mapping[str, Any] = {
     "compute_environment": "LOCAL_MACHINE",
     "main_training_function": "main",
@@ -49,16 +41,19 @@ CONSTANT: Mapping[str, Any] = {
     "fsdp_forward_prefetch": False,
     **dict.fromkeys(("fsdp_use_orig_params", "fsdp_sync_module_states", "fsdp_xla", "fsdp_xla_fsdp_v2"), True),
     **dict.fromkeys(("gradient_accumulation_steps", "gradient_clipping"), "auto"),  # Trainer fills in its arguments
+    "zero3_save_16bit_model": True,  # without it no model would be saved
 }
+READ_IN = dict.fromkeys(("offload_param_device", "zero3_init_flag", "zero3_save_16bit_model"), range(3, 4))
+READ_IN["offload_optimizer_device"] = range(1, 10)
+"""The stages in which DeepSpeed reads a key that not all of them read; a stage in DeepSpeed's own file is 9."""
 DERIVED: Mapping[str, tuple[str, Callable[[Answers], Any]]] = {
     "distributed_type": ("engine", lambda answers: DISTRIBUTED_TYPES[engine_of(vars(answers))]),
     "fsdp_reshard_after_forward": ("strategy", lambda answers: RESHARDS[STRATEGIES[answers.strategy]]),
     "fsdp_xla_fsdp_grad_ckpt": ("activation_checkpointing", lambda answers: answers.activation_checkpointing),
     "zero_stage": ("strategy", lambda answers: answers.zero_stage),
-    "offload_optimizer_device": ("cpu_offload", lambda answers: _device(answers) if answers.zero_stage else ""),
-    "offload_param_device": ("", _of_stages(3, value=_device)),
-    "zero3_init_flag": ("ram_efficient_loading", _of_stages(3, value=lambda answers: answers.ram_efficient_loading)),
-    "zero3_save_16bit_model": ("", _of_stages(3, value=lambda answers: True)),  # without it no model would be saved
+    "offload_optimizer_device": ("cpu_offload", lambda answers: "cpu" if answers.cpu_offload else "none"),
+    "offload_param_device": ("", lambda answers: "cpu" if answers.cpu_offload else "none"),
+    "zero3_init_flag": ("ram_efficient_loading", lambda answers: answers.ram_efficient_loading),
     "deepspeed_multinode_launcher": ("", lambda answers: "standard" if answers.num_machines > 1 else ""),
 }
 """The keys that follow from several answers: the setting that a key is of, if of one, and its value."""
@@ -89,7 +84,7 @@ def flat_mapping(answers: Answers) -> dict[Place, Any]:
             value = DERIVED[key][1](answers)
         elif section == MESH and engine is Engine.FSDP2:  # hybrid sharding and tensor parallelism
             value = answers.mesh.get(key, "")
-        if value not in ("", ()):
+        if value not in ("", ()) and answers.zero_stage in READ_IN.get(key, range(10)):
             values[section, key] = ",".join(value) if isinstance(value, tuple) else value
     return values
 
@@ -131,9 +126,8 @@ def launch_line(answers: Answers, path: str, arguments: list[str] | None = None)
 
 def job_of(answers: Answers) -> Job:
     """The parts of the job that the script's arguments decide."""
-    checkpointing: Checkpointing = "full" if answers.script_checkpoints else "none"
+    kind: Checkpointing = "full" if answers.script_checkpoints else "none"
     precision = answers.mixed_precision if answers.mixed_precision in TORCH_DTYPES else "bf16"  # fp8 computes in it
     recipe = from_arguments.planned_recipe(answers.method, precision)
-    recipe = replace(recipe, rows=answers.batch or 1, length=answers.seq_len or recipe.length)
-    layout = Layout(engine_of(vars(answers)), experts=answers.ep)
-    return Job(layout, replace(recipe, checkpointing=checkpointing), recompute="script")
+    recipe = replace(recipe, rows=answers.batch or 1, length=answers.seq_len or recipe.length, checkpointing=kind)
+    return Job(Layout(engine_of(vars(answers)), experts=answers.ep), recipe, recompute="script")

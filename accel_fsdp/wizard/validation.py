@@ -113,8 +113,7 @@ def check_layer_class(context: Context, value: Any) -> tuple[str, ...]:
         fix = "--layer-class NAME, the class of the model's repeated layers"
         raise UserError("no transformer layer class is known", why=why, fix=fix)
     if bad_name := next((name for name in names if not name.isidentifier()), ""):
-        what = f"layer class {bad_name[:LONGEST_SHOWN]} is not a class name"
-        why = "Accelerate looks for a module class of that name"
+        what, why = f"layer class {bad_name[:LONGEST_SHOWN]} is not a class name", "Accelerate looks for such a class"
         raise UserError(what, why=why, fix="--layer-class NAME, such as LlamaDecoderLayer")
     if context.model is not None:
         check_layer_classes(names, context.model.classes, tuple(layer.name for layer in context.model.wrap_classes))
@@ -200,7 +199,6 @@ def check_main_process_ip(context: Context, value: Any) -> str:
     """Refuses invalid addresses; an empty one is left to the scheduler."""
     text = str(value).strip()
     if text and (problem := machines.address_problem(text)):
-        what, example = f"--main-process-ip {text[:LONGEST_SHOWN]} is not an address", "such as 10.0.0.1"
-        fix = f"--main-process-ip NAME, the first machine's host name or IP address, {example}"
-        raise UserError(what, why=problem, fix=fix)
+        fix = "--main-process-ip NAME, the first machine's host name or IP address, such as 10.0.0.1"
+        raise UserError(f"--main-process-ip {text[:LONGEST_SHOWN]} is not an address", why=problem, fix=fix)
     return text

@@ -101,6 +101,7 @@ def test_machines_that_an_engine_starts_need_no_address(flags: list[str], tmp_pa
         ({"main_process_port": "99999"}, "", "--main-process-port 29500"),
         ({"num_processes": "0"}, "", "--num-processes 16"),
         ({"num_machines": "-1"}, "", "--num-machines 2"),
+        ({"batch": "0", "model": "Qwen/Qwen3-30B-A3B"}, "--batch 0 is not a whole number", "--batch 1"),
     ],
 )
 def test_an_answer_is_refused_and_the_fix_works(flags: dict[str, str], what: str, fix: str) -> None:
