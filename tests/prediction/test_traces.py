@@ -292,7 +292,7 @@ def test_a_model_for_images_without_a_base_model_is_recorded(monkeypatch: pytest
     sight = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     widths = {"projector_input_dim": 48, "projector_output_dim": 48, "vision_output_dim": 48, "image_size": 28}
     config = Llama4Config(text_config={**text, **heads, "vocab_size": 512}, vision_config={**sight, **widths})
-    with pytest.raises(UserError, match="what sees allocates can't be recorded: .*image_outputs"):
+    with pytest.raises(UserError, match=r"what sees allocates can't be recorded: .*image_outputs"):
         fit.record_model("sees", config, ("fp32-full-sdpa",))
     monkeypatch.setattr(MoeCausalLMOutputWithPast, "image_outputs", None, raising=False)  # transformers 5.24 reads it
     shape, tapes = fit.record_model("sees", config, ("fp32-full-sdpa",))

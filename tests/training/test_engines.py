@@ -239,7 +239,7 @@ def test_torchrun_on_two_nodes_reads_the_yaml(engine: str, tiny_model: Path, tex
     words, variables = probed({"full": args, "lora": [*args, *LORA]}, tmp_path)
     first, second = on_two_nodes({host: [PROBE, *words] for host in (1, 0)}, **variables)
     assert (first.code, second.code) == (0, 0), first.output + second.output
-    assert ("sharding: FSDP2" if engine == "fsdp2" else "running real DeepSpeed on 2 CPU processes") in first.output + second.output
+    assert ("sharding: FSDP2" if engine == "fsdp2" else "running real DeepSpeed") in first.output + second.output
     assert_like(Jobs(tmp_path, {}), "full", tiny_model, plain(tiny_model, text_data))
     assert_like(Jobs(tmp_path, {}), "lora", tiny_model, plain(tiny_model, text_data, lora=True))
 
