@@ -1,5 +1,7 @@
 """The command `accel-fsdp convert`: a checkpoint of one engine becomes one of another, with the optimizer."""
 
+import ctypes
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -30,6 +32,9 @@ ENGINES_OWN = (
     *(f"{file_names.OPTIMIZER}*", f"{file_names.LATEST}*", "zero_to_*.py", file_names.MARKER),
 )
 """Files of a checkpoint that aren't copied: they hold what is converted, or belong to the engine that wrote them."""
+M_MMAP_THRESHOLD, MAPPED_BYTES = -3, 1 << 18
+"""glibc gives the memory of blocks from this size on back at once (malloc.h). Its own threshold grows to that of the
+largest tensor that was freed, and smaller ones then stay in its heap, which grows with the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,8 @@ def convert(command: ConvertCommand) -> int:
     if command.out.resolve().is_relative_to(checkpoint.folder.resolve()):
         raise UserError(f"{command.out} is inside of SRC", why="it would be deleted with it", fix="another OUT")
     _check(checkpoint)
+    with suppress(OSError, AttributeError, TypeError):  # another C library than glibc
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
     state, origin = training_state.read(checkpoint), marker.origin_of(checkpoint.folder) or Origin("")
     layout = _zero_layout(command, checkpoint, origin) if command.stage else None
     engine = zero_name(command.stage) if command.stage else ANY_FSDP
