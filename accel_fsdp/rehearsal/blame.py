@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from accel_fsdp.config import JobConfig
 from accel_fsdp.job import Job
-from accel_fsdp.ranks import Holding, RankEvent, is_alone
+from accel_fsdp.ranks import Holding, RankEvent, calls_of, is_alone
 from accel_fsdp.rehearsal import absent, verdict
 from accel_fsdp.rehearsal.job import CONSEQUENCE, Hang, Outcome, left_alone
 from accel_fsdp.rehearsal.scaled import machines_of
@@ -147,6 +147,8 @@ OWN_ERROR = re.compile(r"^error: (?P<what>.+)\n  why: (?P<why>.+)\n  fix: (?P<fi
 BY_HAND = (
     "the script shards the model itself, otherwise than the YAML says: see which modules, ranks and strategy it names"
 )
+OTHER_SIZE = "Received data size doesn't match expected size"
+"""Gloo's words before it aborts a rank; the other ranks may have ended well."""
 ABSENT = "this rank never reaches the collective that the others wait in: see why it stays at this line"
 
 
@@ -189,6 +191,11 @@ def of_outcome(outcome: Outcome) -> Failure:
         return Failure(what, key=SCRIPT, fix=fix, line=end.content["line"], output=outcome.tail)
     if failure is None and not end and (missing := absent.absence(outcome.events)):
         return Failure(missing.what, SCRIPT, missing.fix, missing.line, outcome.tail)
+    aborted = next((event for event in outcome.events if event.kind == "aborted"), None)
+    if failure is None and aborted and OTHER_SIZE in outcome.output:
+        call = calls_of(aborted)[0]
+        what = f"{call.function} gets tensors of different sizes: rank {aborted.rank} is sent more than it waits for"
+        return Failure(what, SCRIPT, absent.FIXES["sizes"], call.lines[-1], outcome.tail)
     failure = failure or next(iter(failures), None) or (end.content if end else {})
     return of_message(str(failure.get("error", "")), str(failure.get("line", "")), outcome)
 
@@ -229,9 +236,7 @@ def of_hang(hang: Hang, events: Sequence[RankEvent], tail: str = "") -> Failure:
         is_alone = "" in lines and (len(lines) > 1 or bool(hang.ended))
         key, fix = (SCRIPT, f"{ABSENT}; if it is only slow, {fix}") if is_alone else ("--timeout", fix)
         return Failure(f"{what}: {hang}" if hang.waits else what, key=key, fix=fix, line=line, output=output)
-    if "" in lines:
-        return Failure(f"the ranks wait for each other: {hang}", key=SCRIPT, fix=ABSENT, line=line, output=output)
-    if missing := absent.absence(events):
+    if "" not in lines and (missing := absent.absence(events)):
         return Failure(f"{missing.what}: {hang}", key=SCRIPT, fix=missing.fix, line=missing.line, output=output)
-    what = f"the ranks wait for each other: {hang}"
-    return Failure(what, key=SCRIPT, fix=absent.FIXES["gather"], line=line, output=output)
+    fix = ABSENT if "" in lines else absent.FIXES["gather"]
+    return Failure(f"the ranks wait for each other: {hang}", key=SCRIPT, fix=fix, line=line, output=output)

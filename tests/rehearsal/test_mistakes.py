@@ -261,6 +261,15 @@ def test_a_loop_without_an_end_is_named_where_time_is_over() -> None:
     assert blame.of_hang(replace(job.hang_of(slow), in_time=False), slow).key == "--timeout"
 
 
+def test_a_rank_that_gloo_aborts_is_named_also_where_the_other_one_ended_well() -> None:
+    call = {"group": "", "number": 0, "name": "", "call": "gather", "lines": ["mine.py:11"], "sizes": []}
+    outcome = Outcome(134, [ENDED, told(0, "aborted", calls=[call])], f"terminate called\n{blame.OTHER_SIZE}")
+    failure = blame.of_outcome(outcome)
+    assert failure.what == "gather gets tensors of different sizes: rank 0 is sent more than it waits for"
+    assert failure.line == "mine.py:11"
+    assert blame.of_outcome(replace(outcome, output="Segmentation fault")).what == "a rank ended with exit code 134"
+
+
 def test_the_end_of_a_long_output_begins_at_a_line() -> None:
     lines = [f"line {number}" for number in range(1000)]
     tail = Outcome(1, [], "\n".join(lines)).tail
