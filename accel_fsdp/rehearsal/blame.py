@@ -180,18 +180,18 @@ def differences(expected: Job, holdings: Mapping[int, Holding], events: Sequence
 def of_outcome(outcome: Outcome) -> Failure:
     if hang := outcome.hang or left_alone(outcome.events):
         return of_hang(hang, outcome.events, outcome.tail)
-    failures = [event.content for event in outcome.failures]
+    failures = [event.content for event in outcome.of("failed")]
     failure = next((content for content in failures if not CONSEQUENCE.search(content["error"])), None)
     if failure is None and (own_error := OWN_ERROR.search(outcome.output)):
         return Failure(f"{own_error['what']}: {own_error['why']}", fix=own_error["fix"], output=outcome.tail)
-    end = next((event for event in outcome.ends if event.content["code"]), None)
+    end = next((event for event in outcome.of("ended") if event.content["code"]), None)
     if failure is None and failures and end:
         what = f"rank {end.rank} ended itself with exit code {end.content['code']}, and the others wait for it"
         fix = "see why only this rank reaches this line"
         return Failure(what, key=SCRIPT, fix=fix, line=end.content["line"], output=outcome.tail)
     if failure is None and not end and (missing := absent.absence(outcome.events)):
         return Failure(missing.what, SCRIPT, missing.fix, missing.line, outcome.tail)
-    aborted = next((event for event in outcome.events if event.kind == "aborted"), None)
+    aborted = next(iter(outcome.of("aborted")), None)
     if failure is None and aborted and OTHER_SIZE in outcome.output:
         call = calls_of(aborted)[0]
         what = f"{call.function} gets tensors of different sizes: rank {aborted.rank} is sent more than it waits for"
@@ -202,7 +202,7 @@ def of_outcome(outcome: Outcome) -> Failure:
 
 def of_no_training(outcome: Outcome) -> Failure:
     """Why a script ended without a model."""
-    line = next((str(event.content["line"]) for event in outcome.ends if event.content["line"]), "")
+    line = next((str(event.content["line"]) for event in outcome.of("ended") if event.content["line"]), "")
     what = "the script ended itself before it trained a model" if line else "the script trained no model"
     return Failure(what, key=SCRIPT, line=line, fix=line and MORE_RANKS, output=outcome.tail)
 

@@ -96,8 +96,9 @@ class SftRehearsal:
         steady = {"lora_dropout": "0"} if self.run.adapter else {}
         words = self._words("written", self.ranks, exact=False, **{**WRITTEN, **steady})
         outcome = self._launch("written", self.job, words)
-        if not outcome.losses or not all(map(math.isfinite, outcome.losses)):
-            raise Failure(f"losses {outcome.losses}", key="mixed_precision", fix="bf16, which has the range of float32")
+        losses = [event.content["value"] for event in outcome.of("loss")]
+        if not losses or not all(map(math.isfinite, losses)):
+            raise Failure(f"losses {losses}", key="mixed_precision", fix="bf16, which has the range of float32")
         return self._check_shards(outcome)
 
     def train_and_save(self) -> str:
