@@ -15,7 +15,7 @@ from rehearsals import FSDP1, FSDP2, rehearsed, yaml_file
 
 from accel_fsdp.config import JobConfig, read_config
 from accel_fsdp.hardware import host
-from accel_fsdp.ranks import HeldUnit, Holding, RankEvent, observing, read, script
+from accel_fsdp.ranks import HeldUnit, Holding, RankEvent, hang, observing, read, script
 from accel_fsdp.ranks.steps import ObservedSteps
 from accel_fsdp.rehearsal import blame, job, mistakes, own_script, verdict
 from accel_fsdp.rehearsal.job import Outcome
@@ -250,6 +250,15 @@ STANDS: dict[str, tuple[list[RankEvent], bool]] = {
 def test_a_hang_is_sure_early_where_nothing_can_move(name: str) -> None:
     events, is_hang = STANDS[name]
     assert (job.hang_in(events, 2) is not None) == is_hang
+
+
+def test_ddp_waits_in_c() -> None:
+    assert hasattr(torch.nn.parallel.DistributedDataParallel, next(iter(hang.IN_C)))
+    weight = torch.ones(1, requires_grad=True)
+    weight.register_hook(lambda gradient: gradient + "which fails")
+    with pytest.raises(TypeError) as raised:
+        weight.sum().backward()
+    assert hang.collective_of_error(raised.value) == "backward"
 
 
 def test_a_loop_without_an_end_is_named_where_time_is_over() -> None:
