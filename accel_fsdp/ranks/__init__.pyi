@@ -1,7 +1,6 @@
 from . import cpu as cpu
 from . import hang as hang
 from . import holding as holding
-from . import lines as lines
 from . import parts as parts
 from . import script as script
 from . import stacks as stacks

@@ -1,7 +1,8 @@
-"""Copies models, and their buffers, before they are sharded."""
+"""Copies models, and their buffers, before they are sharded; finds hooks that a script adds."""
 
 import copy
 import gc
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -9,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from accel_fsdp.errors import in_a_line
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.ranks.holding import plain_class, unwrapped, user_name
-from accel_fsdp.ranks.hooks import hooks_of
 from accel_fsdp.units import kib_or_mib
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 2**29
 """The largest model that is copied: a rank keeps several copies of its part, and rank 0 two of the whole model."""
+OF_TRANSFORMERS = ("transformers.", "accel_fsdp.training.")
+"""Modules whose hooks on weights keep the ranks of a mesh equal to one process."""
 
 
 Buffers: TypeAlias = "dict[str, torch.Tensor]"
@@ -26,14 +28,15 @@ Buffers: TypeAlias = "dict[str, torch.Tensor]"
 
 @dataclass
 class Copy:
-    """A copy of a model from before it was sharded, and its number of hooks then.
+    """A copy of a model from before it was sharded, with its number of hooks and its buffers then.
 
     `plain` is None on ranks other than 0, and if there is a reason in `why`.
     """
 
     plain: "nn.Module | None"
+    why: str
     hooks: int
-    why: str = ""
+    buffers: Buffers
 
 
 def outermost(module: "nn.Module") -> "nn.Module":
@@ -46,19 +49,42 @@ def outermost(module: "nn.Module") -> "nn.Module":
 
 
 def copied(model: "nn.Module") -> Copy:
-    hooks = hooks_of(model)
+    first = {name: buffer.detach().cpu().clone() for name, buffer in _named(model) if not buffer.is_meta}
+    return Copy(*_plain(model), hooks_of(model), first)
+
+
+def _plain(model: "nn.Module") -> "tuple[nn.Module | None, str]":
     if LaunchEnvironment.now().rank != 0:
-        return Copy(None, hooks)
+        return None, ""
+    is_in_shards = loaded_in_shards(model)
     size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     if size_bytes > MOST_BYTES:
-        return Copy(None, hooks, f"the model has more than {kib_or_mib(MOST_BYTES)}")
-    is_in_shards = loaded_in_shards(model)
+        return None, f"the model has more than {kib_or_mib(MOST_BYTES)}"
     if not is_in_shards and any(parameter.is_meta for parameter in model.parameters()):
-        return Copy(None, hooks, "the model had no values when it was sharded")
+        return None, "the model had no values when it was sharded"
     try:
-        return Copy(_rebuilt(model) if is_in_shards else copy.deepcopy(model), hooks)
+        return _rebuilt(model) if is_in_shards else copy.deepcopy(model), ""
     except Exception as error:  # any error of the model's own code
-        return Copy(None, hooks, f"the model can't be copied: {in_a_line(error)}")
+        return None, f"the model can't be copied: {in_a_line(error)}"
+
+
+def hooks_of(model: "nn.Module") -> int:
+    """The number of hooks on a model's modules that may change what it computes, without those of libraries.
+
+    Transformers' keep hidden states, and are added in a forward pass that is asked for them.
+    """
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    hooks = [hook for module in model.modules() for kind in kinds for hook in getattr(module, kind).values()]
+    functions = [inspect.unwrap(getattr(hook, "func", hook)) for hook in hooks]
+    libraries = ("torch.", "deepspeed.", *OF_TRANSFORMERS)
+    return sum(not str(getattr(function, "__module__", "")).startswith(libraries) for function in functions)
+
+
+def has_hooks(weight: Any) -> bool:
+    """Whether a script's hook changes this weight's gradient; transformers' hooks average or sum it over ranks."""
+    kinds = (weight._backward_hooks, getattr(weight, "_post_accumulate_grad_hooks", None))
+    hooks = [hook for of_kind in kinds for hook in (of_kind or {}).values()]
+    return any(not str(getattr(hook, "__module__", "")).startswith(OF_TRANSFORMERS) for hook in hooks)
 
 
 def loaded_in_shards(model: Any) -> bool:
@@ -90,10 +116,6 @@ def _rebuilt(model: Any) -> Any:
         for name, buffer in plain.named_buffers():
             buffer.copy_(buffers[name])
     return plain
-
-
-def buffers_of(model: "nn.Module") -> Buffers:
-    return {name: buffer.detach().cpu().clone() for name, buffer in _named(model) if not buffer.is_meta}
 
 
 def changed_buffers(module: "nn.Module", prefix: str, first: Buffers) -> "Buffers | None":

@@ -25,6 +25,8 @@ machine let each of its threads run at once, in any collective, and in anything 
 BUSY = 0.2
 """The part of a core above which a process counts as computing, or as waiting for a core."""
 COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
+IN_C = {"_distributed_broadcast_coalesced": "broadcast", "_engine_run_backward": "backward"}
+"""Functions in which DDP calls collectives in C++, so that no frame of theirs is on the stack."""
 
 
 class Location(NamedTuple):
@@ -100,8 +102,9 @@ def collective_of_error(error: BaseException) -> str:
 
 def _collective(stack: Sequence[FrameLocation]) -> str:
     """The outermost function of torch's collectives on the stack; empty if there is none."""
-    name = ""
+    name = in_c = ""
     for frame in stack:
+        in_c = in_c or IN_C.get(frame.code.co_name, "")
         if os.path.basename(frame.code.co_filename) in COLLECTIVES:
             name = name if frame.code.co_name in ("wrapper", "wait") else frame.code.co_name
-    return name
+    return name or in_c

@@ -53,6 +53,11 @@ class Place:
         local_values = local_values.reshape(-1) if isinstance(self.start, int) else local_values
         return (local_values if self.within is None else local_values[self.within]).cpu().clone()
 
+    def part_of(self, whole: "torch.Tensor") -> "torch.Tensor":
+        """The part of another whole tensor of this weight's shape."""
+        values = whole.detach().reshape(-1) if isinstance(self.start, int) else whole.detach()
+        return values[_index(self.start, self.now())].clone()
+
 
 def placed_as(values: Any, like: Any) -> Any:
     """A DTensor with the placements of another, such as a gradient with its weight's; other values unchanged.

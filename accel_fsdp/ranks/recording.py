@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 from accel_fsdp.errors import in_a_line, is_installed
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
-from accel_fsdp.ranks import accumulation, events, lines, outputs, parts, precision, script
-from accel_fsdp.ranks.copies import Buffers, Copy, buffers_of, changed_buffers, copied, loaded_in_shards, outermost
+from accel_fsdp.ranks import accumulation, events, outputs, parts, precision, script
+from accel_fsdp.ranks.copies import Copy, changed_buffers, copied, has_hooks, hooks_of, loaded_in_shards, outermost
 from accel_fsdp.ranks.holding import unwrapped, user_name
-from accel_fsdp.ranks.hooks import has_hooks, hooks_of
 from accel_fsdp.ranks.mixed_shards import ObservedShards
 from accel_fsdp.ranks.observing import Observation, after, before, replace
 from accel_fsdp.ranks.outputs import members, with_member
@@ -65,7 +64,6 @@ class Recorder:
 
         self.folder, self.save = folder, torch.save  # the original, as the watch will replace it
         self.copies: list[Copy] = []
-        self.buffers: list[Buffers] = []
         self.optimizers: list[list[Any]] = []
         self.prepared: dict[int, weakref.ref[nn.Module]] = {}
         self.models: weakref.WeakKeyDictionary[nn.Module, tuple[int, str]] = weakref.WeakKeyDictionary()
@@ -117,7 +115,6 @@ class Recorder:
             self.wrapped_at = script.line_of_stack(sys._getframe(2))
             events.report("wrapped", line=self.wrapped_at)
         self.copies.append(copied(root))
-        self.buffers.append(buffers_of(root))
         self.models |= {inner: (number, path) for path, inner in root.named_modules()}
         self.prepared[number] = weakref.ref(root)
 
@@ -210,7 +207,7 @@ class Recorder:
         inner = unwrapped(module)
         evaluating = [name for name, part in inner.named_modules() if not part.training]
         forward = Forward(number, path, inputs, torch.get_rng_state(), [user_name(name) for name in evaluating])
-        forward.buffers = changed_buffers(module, path, self.buffers[number])
+        forward.buffers = changed_buffers(module, path, self.copies[number].buffers)
         self.update.forwards.append(forward)
         return forward
 
@@ -312,7 +309,7 @@ class Recorder:
     def _unsynced_at(self, line: str) -> str:
         """The script's line that keeps gradients on each rank; empty if they are reduced."""
         is_unsynced = any(map(precision.is_unsynced, self._live_models().values()))
-        return lines.nearest(line, "no_sync", "set_requires_gradient_sync") if is_unsynced else ""
+        return script.nearest_line(line, "no_sync", "set_requires_gradient_sync") if is_unsynced else ""
 
     def check_kept(self, update: Update) -> None:
         """Compares the gradients before a backward pass with those after the last one."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.config import LONG_DTYPES
 from accel_fsdp.launch_environment import LaunchEnvironment
-from accel_fsdp.ranks import cpu, events, lines, loss_shares, parts, precision
+from accel_fsdp.ranks import cpu, events, loss_shares, parts, precision, script
 from accel_fsdp.ranks.alone import Tensors, Unrepeatable, alone, stepped
 from accel_fsdp.ranks.copies import restore_buffers
 from accel_fsdp.ranks.holding import user_name
@@ -88,7 +88,7 @@ class _Repeated:
         if why := next((update["why"] for update in updates if update["why"]), ""):
             shares = loss_shares.of_batches(self.first["forwards"])
             if self.first["dropped"] and len(shares) > 1 and loss_shares.each(shares, 1 / len(shares)):
-                self._report("dropped", lines.nearest(self.first["line"], CLEAR), accumulation=len(shares))
+                self._report("dropped", script.nearest_line(self.first["line"], CLEAR), accumulation=len(shares))
             raise Unrepeatable(why)
         if self.first["precision"] == "fp8":
             raise Unrepeatable("autocast on a CPU has no fp8")
@@ -100,7 +100,7 @@ class _Repeated:
         self.model: nn.Module = model
         self.precision, self.cast = str(self.first["precision"]), str(self.first["cast"])
         self.optimizers = recorder.optimizers[number]
-        self.buffers = recorder.buffers[next(iter(used))]
+        self.buffers = recorder.copies[next(iter(used))].buffers
         self.wrapped_at = recorder.wrapped_at
         self.weights = {user_name(path): weight for path, weight in model.named_parameters()}
 
@@ -124,7 +124,7 @@ class _Repeated:
             line = self.wrapped_at if is_ignored else self.first["unsynced"] or self.first["line"]
             self._report("ignored" if is_ignored else "other gradients", line, **content)
         if hidden := next((name for name in used if not _finite(reduced.get(name)) and _finite(used[name])), ""):
-            self._report("hidden", lines.nearest(self._step_line, "nan_to_num"), name=hidden)
+            self._report("hidden", script.nearest_line(self._step_line, "nan_to_num"), name=hidden)
             return
         plain = self._gradients()
         if self.number:  # gradients of weights that no optimizer has accumulate over steps
@@ -147,7 +147,7 @@ class _Repeated:
             rates=[settings.get("lr") for step in self.first["steps"] for settings in step["settings"]],
             changed=any(map(is_changed, self.updates)),
             line=self._step_line,
-            cleared_at=lines.nearest(self._step_line, CLEAR) if any(g.any() for g in reduced.values()) else "",
+            cleared_at=script.nearest_line(self._step_line, CLEAR) if any(g.any() for g in reduced.values()) else "",
         )
 
     @property

@@ -1,6 +1,6 @@
-"""Observes what a script saves: by which call, where, in which line, and which shards; the rehearsal judges it.
+"""Observes what a script saves: by which call, where, in which line, which shards, names and values.
 
-It calls no collective.
+The rehearsal judges it. It calls no collective.
 """
 
 import functools
@@ -13,11 +13,12 @@ from math import prod
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from accel_fsdp.checkpoints import tensor_names
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.ranks import events, imports, parts, script
 from accel_fsdp.ranks.holding import unwrapped, user_name
 from accel_fsdp.ranks.observing import after, guarded, replace
-from accel_fsdp.ranks.steps import ObservedSteps
+from accel_fsdp.ranks.steps import ObservedSteps, sums
 
 if TYPE_CHECKING:
     from torch import nn
@@ -53,6 +54,8 @@ CALLS = (
     _Call(DCP, "save", "state_dict"),
     _Call(DCP, "async_save", "state_dict"),
 )
+LOADS = ("load_state", "torch.load", "load_file")
+"""Words of the lines in which a script may read a saved file."""
 PATHS = ("output_dir", "save_directory", "checkpoint_id", "filename", "f")
 """The arguments that name the folder or the file."""
 
@@ -131,7 +134,11 @@ class ObservedSaves:
         return [module for model in self.records.models if (module := model.model()) is not None]
 
     def _content(self, saved: Any, by_dcp: bool) -> dict[str, Any]:
-        """The content of a file. DCP writes a whole DTensor, each rank its part."""
+        """The content of a file. DCP writes a whole DTensor, each rank its part.
+
+        `values`: the sums of this rank's part of each weight, before the first step, now, and in the file. `wrapped`:
+        the first name that only a wrapper gives. `is_result`: it has the model alone, and no line of the project loads.
+        """
         tensors = list(_tensors(saved))
         places = {place.name: place for model in self.records.models for place in model.places}
         sharded = {name: place for name, place in places.items() if place.now().numel() < prod(place.shape)}
@@ -145,7 +152,20 @@ class ObservedSaves:
             or (user_name(name) in elsewhere and not tensor.numel())
             for name, tensor in tensors
         ]
-        return {"shards": sum(shards), "count": len(tensors)}
+        began = self.records.began if self.records.wrapped == 1 else {}  # several models may have the same names
+        values = [
+            (began[place.name], sums(place.now()), sums(place.part_of(tensor)))
+            for name, tensor in tensors
+            if (place := places.get(user_name(name))) and place.name in began
+            if _is_plain(tensor) and tuple(tensor.shape) == place.shape
+        ]
+        modules = [unwrapped(module) for module in self._modules()]
+        kinds = [kind for module in modules for kind in (module.named_parameters, module.named_buffers)]
+        own = {tensor_names.clean_name(name) for kind in kinds for name, _ in kind(remove_duplicate=False)}
+        wrapped = next((name for name, _ in tensors if name not in own and user_name(name) in own), "")
+        is_model = bool(wrapped) and isinstance(saved, Mapping) and {user_name(str(key)) for key in saved} <= own
+        content = {"shards": sum(shards), "count": len(tensors), "values": values, "wrapped": wrapped}
+        return content | {"is_result": is_model and not script.has_line_with(*LOADS)}
 
     def _states_of(self, sharded: set[int]) -> set[int]:
         """The addresses of the optimizers' states of sharded parameters."""
@@ -178,19 +198,21 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or type(value).__name__ == "ShardedTensor"
 
 
+def _is_plain(tensor: Any) -> bool:
+    import torch
+
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta
+
+
 def _address(tensor: Any) -> int:
     return int(parts.local(tensor).untyped_storage().data_ptr())
 
 
 def _is_shard(tensor: Any, place: parts.Place | None, states: set[int], by_dcp: bool) -> bool:
     """Whether a tensor is a rank's part of a whole one, of an optimizer's state, or of the weight with its name."""
-    import torch
-
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    if not _is_plain(tensor):
         is_divided = type(tensor).__name__ == "ShardedTensor" or parts.local(tensor).numel() < tensor.numel()
         return is_divided and not by_dcp
-    if tensor.is_meta:
-        return False
     is_part = place is not None and tuple(tensor.shape) != place.shape and tensor.numel() == place.now().numel()
     return is_part or _address(tensor) in states
 

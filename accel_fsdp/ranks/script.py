@@ -1,6 +1,7 @@
 """Runs the user's script as Python would, and finds its line where something happened."""
 
 import functools
+import linecache
 import os
 import sys
 import sysconfig
@@ -107,6 +108,24 @@ def line_of(places: Sequence[tuple[str, int | None]]) -> str:
     file, line = os.path.abspath(own[-1][0]), own[-1][1]
     started = _started or Project.of(sys.argv[0])
     return f"{os.path.relpath(file, started.folder) if started.is_relative else file}:{line}"
+
+
+def nearest_line(line: str, *words: str) -> str:
+    """The line with one of `words` that is nearest to `line`, both as file:line; `line` itself if there is none.
+
+    It explains `line`, as what clears gradients, or keeps them on a rank.
+    """
+    path, _, number = line.rpartition(":")
+    lines = enumerate(linecache.getlines(path), 1)
+    places = [at for at, text in lines if any(word in text for word in words)]
+    return f"{path}:{min(places, key=lambda at: abs(at - int(number)))}" if places else line
+
+
+def has_line_with(*words: str) -> bool:
+    """Whether the script, or a module of its project that it has imported, has a line with one of `words`."""
+    files = {str(getattr(module, "__file__", "")) for module in tuple(sys.modules.values())}
+    lines = [line for file in filter(is_own, files) for line in linecache.getlines(file)]
+    return any(word in line for line in lines for word in words)
 
 
 @dataclass(frozen=True)

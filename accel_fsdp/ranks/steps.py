@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.config import Engine
 from accel_fsdp.job import from_run
-from accel_fsdp.ranks import events, holding, lines, parts, script
+from accel_fsdp.ranks import events, holding, parts, script
 from accel_fsdp.ranks.holding import user_name
 from accel_fsdp.ranks.observing import Observation, after, before, guarded
 from accel_fsdp.ranks.parts import Place
@@ -120,6 +120,7 @@ class ObservedSteps:
         self.is_due = False
         self.sees_weights = self.has_ended = False
         self.backward_line = self.loaded_at = ""
+        self.began: dict[str, Sums] = {}
 
     def install(self) -> None:
         from torch import nn
@@ -262,7 +263,7 @@ class ObservedSteps:
             common_steps=self.common_steps,
             kept=not self.steps and bool(self.first) and self.first == _sums_of_all(models),
             backward_line=self.backward_line,
-            lines={word: lines.nearest(self.backward_line, word) for word in WORDS},
+            lines={word: script.nearest_line(self.backward_line, word) for word in WORDS},
             batches=batches,
             models=list(map(self._content, self.models)),
             schedules=self.schedules.content(self.optimizers),
@@ -271,7 +272,9 @@ class ObservedSteps:
     def report_weights(self) -> None:
         """Reports the part that this rank holds of each weight: its start, sum and norm."""
         for model in self.models:
-            held = {place.name: [place.start, *sums(place.now())] for place in model.places}
+            values = {place.name: sums(place.now()) for place in model.places}
+            self.began = values | self.began
+            held = {place.name: [place.start, *values[place.name]] for place in model.places}
             events.report("weights", model=model.number, held=held)
 
     def _content(self, model: _Model) -> dict[str, Any]:

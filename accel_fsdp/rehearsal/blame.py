@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from accel_fsdp.config import JobConfig
 from accel_fsdp.job import Job
-from accel_fsdp.ranks import Holding, RankEvent, is_alone
+from accel_fsdp.ranks import Holding, RankEvent, calls_of, is_alone
 from accel_fsdp.rehearsal import absent, verdict
 from accel_fsdp.rehearsal.job import CONSEQUENCE, Hang, Outcome, left_alone
 from accel_fsdp.rehearsal.scaled import machines_of
@@ -147,6 +147,8 @@ OWN_ERROR = re.compile(r"^error: (?P<what>.+)\n  why: (?P<why>.+)\n  fix: (?P<fi
 BY_HAND = (
     "the script shards the model itself, otherwise than the YAML says: see which modules, ranks and strategy it names"
 )
+OTHER_SIZE = "Received data size doesn't match expected size"
+"""Gloo's words before it aborts a rank; the other ranks may have ended well."""
 ABSENT = "this rank never reaches the collective that the others wait in: see why it stays at this line"
 
 
@@ -178,24 +180,29 @@ def differences(expected: Job, holdings: Mapping[int, Holding], events: Sequence
 def of_outcome(outcome: Outcome) -> Failure:
     if hang := outcome.hang or left_alone(outcome.events):
         return of_hang(hang, outcome.events, outcome.tail)
-    failures = [event.content for event in outcome.failures]
+    failures = [event.content for event in outcome.of("failed")]
     failure = next((content for content in failures if not CONSEQUENCE.search(content["error"])), None)
     if failure is None and (own_error := OWN_ERROR.search(outcome.output)):
         return Failure(f"{own_error['what']}: {own_error['why']}", fix=own_error["fix"], output=outcome.tail)
-    end = next((event for event in outcome.ends if event.content["code"]), None)
+    end = next((event for event in outcome.of("ended") if event.content["code"]), None)
     if failure is None and failures and end:
         what = f"rank {end.rank} ended itself with exit code {end.content['code']}, and the others wait for it"
         fix = "see why only this rank reaches this line"
         return Failure(what, key=SCRIPT, fix=fix, line=end.content["line"], output=outcome.tail)
     if failure is None and not end and (missing := absent.absence(outcome.events)):
         return Failure(missing.what, SCRIPT, missing.fix, missing.line, outcome.tail)
+    aborted = next(iter(outcome.of("aborted")), None)
+    if failure is None and aborted and OTHER_SIZE in outcome.output:
+        call = calls_of(aborted)[0]
+        what = f"{call.function} gets tensors of different sizes: rank {aborted.rank} is sent more than it waits for"
+        return Failure(what, SCRIPT, absent.FIXES["sizes"], call.lines[-1], outcome.tail)
     failure = failure or next(iter(failures), None) or (end.content if end else {})
     return of_message(str(failure.get("error", "")), str(failure.get("line", "")), outcome)
 
 
 def of_no_training(outcome: Outcome) -> Failure:
     """Why a script ended without a model."""
-    line = next((str(event.content["line"]) for event in outcome.ends if event.content["line"]), "")
+    line = next((str(event.content["line"]) for event in outcome.of("ended") if event.content["line"]), "")
     what = "the script ended itself before it trained a model" if line else "the script trained no model"
     return Failure(what, key=SCRIPT, line=line, fix=line and MORE_RANKS, output=outcome.tail)
 
@@ -229,9 +236,7 @@ def of_hang(hang: Hang, events: Sequence[RankEvent], tail: str = "") -> Failure:
         is_alone = "" in lines and (len(lines) > 1 or bool(hang.ended))
         key, fix = (SCRIPT, f"{ABSENT}; if it is only slow, {fix}") if is_alone else ("--timeout", fix)
         return Failure(f"{what}: {hang}" if hang.waits else what, key=key, fix=fix, line=line, output=output)
-    if "" in lines:
-        return Failure(f"the ranks wait for each other: {hang}", key=SCRIPT, fix=ABSENT, line=line, output=output)
-    if missing := absent.absence(events):
+    if "" not in lines and (missing := absent.absence(events)):
         return Failure(f"{missing.what}: {hang}", key=SCRIPT, fix=missing.fix, line=missing.line, output=output)
-    what = f"the ranks wait for each other: {hang}"
-    return Failure(what, key=SCRIPT, fix=absent.FIXES["gather"], line=line, output=output)
+    fix = ABSENT if "" in lines else absent.FIXES["gather"]
+    return Failure(f"the ranks wait for each other: {hang}", key=SCRIPT, fix=fix, line=line, output=output)

@@ -10,7 +10,7 @@ from functools import cache
 from itertools import chain, combinations, islice
 from typing import Any, TypeAlias
 
-from accel_fsdp.ranks import RankEvent, lines
+from accel_fsdp.ranks import RankEvent, script
 from accel_fsdp.rehearsal.absent import names_a_rank, names_of_rank, parsed
 from accel_fsdp.rehearsal.blame import Failure, mistake
 from accel_fsdp.units import counted
@@ -94,7 +94,7 @@ def _shared(of_ranks: OfRanks) -> Iterator[Failure]:
             fix = (
                 SEEDED if record["sharders"] else f"accelerator.prepare(dataloader), or a DistributedSampler; {SEEDED}"
             )
-            yield mistake(what, fix, lines.nearest(line, *DRAWING) if are_apart else line)
+            yield mistake(what, fix, script.nearest_line(line, *DRAWING) if are_apart else line)
             return
 
 

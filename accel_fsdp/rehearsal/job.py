@@ -78,17 +78,8 @@ class Outcome:
     def holdings(self) -> dict[int, Holding]:
         return ranks.holdings(self.events)
 
-    @property
-    def failures(self) -> list[RankEvent]:
-        return [event for event in self.events if event.kind == "failed"]
-
-    @property
-    def ends(self) -> list[RankEvent]:
-        return [event for event in self.events if event.kind == "ended"]
-
-    @property
-    def losses(self) -> list[float]:
-        return [event.content["value"] for event in self.events if event.kind == "loss"]
+    def of(self, kind: str) -> list[RankEvent]:
+        return [event for event in self.events if event.kind == kind]
 
     @property
     def tail(self) -> str:
@@ -250,7 +241,7 @@ def environments(job: JobConfig, config: Path, script: Path) -> list[dict[str, s
 def _is_port_taken(outcome: Outcome, port: str) -> bool:
     """Whether another program took the free port between its choice and the first rank's start."""
     taken = re.compile(rf"\bport: {port}\b.*EADDRINUSE")
-    return any(taken.search(event.content["error"]) for event in outcome.failures)
+    return any(taken.search(event.content["error"]) for event in outcome.of("failed"))
 
 
 def _code(process: Process) -> int | None:

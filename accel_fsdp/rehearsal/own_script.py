@@ -36,10 +36,10 @@ class OwnRehearsal:
             raise mistake
         if outcome.hang or outcome.code:
             failure = of_outcome(outcome)
-            if any(event.kind == "stepped" for event in outcome.events):
+            if outcome.of("stepped"):
                 failure.what += f"; until then it trained: {verdict.summary(outcome.holdings)}"
             raise failure
-        unwatched = [event.content for event in outcome.events if event.kind == "unwatched" and event.rank == 0]
+        unwatched = [event.content for event in outcome.of("unwatched") if event.rank == 0]
         if not outcome.holdings:
             if not unwatched:
                 raise of_no_training(outcome)

@@ -7,6 +7,7 @@ from typing import Any
 
 from accel_fsdp.ranks import RankEvent
 from accel_fsdp.rehearsal.blame import Failure, mistake
+from accel_fsdp.rehearsal.records import Records
 from accel_fsdp.units import counted
 
 UNCOMPARED = "not repeated in one process: "
@@ -28,30 +29,27 @@ class Text:
 
 def differences(events: Sequence[RankEvent]) -> Iterator[Failure]:
     """Yields the first difference between the ranks and one process, or why no update had an effect."""
-    if first := _first_difference(events):
-        if not _may_part(events, first):
+    records = Records(events)
+    if first := records.first("otherwise"):
+        if not _may_part(records, first):
             yield TEXTS[first["what"]](first)
         return
     yield from _without_effect(events)
 
 
-def _first_difference(events: Sequence[RankEvent]) -> Mapping[str, Any] | None:
-    return next((event.content for event in events if event.kind == "otherwise"), None)
-
-
-def _may_part(events: Sequence[RankEvent], difference: Mapping[str, Any] | None) -> bool:
+def _may_part(records: Records, difference: Mapping[str, Any] | None) -> bool:
     """Whether the ranks may train separately on purpose, as where the script averages their weights at intervals."""
-    is_apart = difference is not None and difference["what"].startswith("other ")
-    return is_apart and any(event.kind == "combines" for event in events)
+    return difference is not None and difference["what"].startswith("other ") and records.combines
 
 
 def summary(events: Sequence[RankEvent]) -> str:
     """The compared values, as the end of a sentence; empty if nothing was recorded."""
-    if _may_part(events, _first_difference(events)):
+    records = Records(events)
+    if _may_part(records, records.first("otherwise")):
         return f"; {UNCOMPARED}the ranks' copies part, and the script combines the ranks' tensors itself"
-    if why := next((event.content["why"] for event in events if event.kind == "unrepeated"), ""):
-        return f"; {UNCOMPARED}{why}"
-    updates = [event.content for event in events if event.kind == "repeated"]
+    if unrepeated := records.first("unrepeated"):
+        return f"; {UNCOMPARED}{unrepeated['why']}"
+    updates = [event.content for event in records.of("repeated")]
     if not updates:
         return ""
     difference = max(update["apart"] for update in updates)

@@ -1,6 +1,7 @@
-"""Judges what a script saved: shards, files of several ranks, and partial folders."""
+"""Judges what a script saved: shards, files of several ranks, partial folders, names and values."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,8 @@ def failures(events: Sequence[RankEvent], holdings: Mapping[int, Holding], job: 
     yield from _shards(files, sharing_ranks)
     yield from _mixed_files(files)
     yield from _partial(records, next((holding.weights for holding in holdings.values()), 0), job)
+    yield from _misnamed(files)
+    yield from _untrained(files)
 
 
 def _shards(files: Sequence[File], sharing_ranks: int) -> Iterator[Failure]:
@@ -110,6 +113,28 @@ def _partial(records: Records, weights: int, job: JobConfig) -> Iterator[Failure
             elif may_be_nothing:
                 key, fix = "fsdp_state_dict_type", SAVE_OF_TRAINER
             yield Failure(f"{call} left {folder} {flaw}", key, fix, content["line"])
+
+
+def _misnamed(files: Sequence[File]) -> Iterator[Failure]:
+    """Names that a wrapper adds. A file of torch passes if the script may read it, or saves more beside it."""
+    saves = Counter((file["rank"], file["step"]) for file in files)
+    for file in files:
+        is_alone = file["is_result"] and saves[file["rank"], file["step"]] == 1
+        if file["wrapped"] and (is_alone or file["call"] in FOLDERS[1:]):
+            what = f"names of a wrapper, such as {file['wrapped']}, which the model itself doesn't have"
+            fix = "save the state dict of accelerator.unwrap_model(model, keep_torch_compile=False)"
+            yield mistake(f"{file['call']} wrote {file['path']} with {what}", fix, file["line"])
+            return
+
+
+def _untrained(files: Sequence[File]) -> Iterator[Failure]:
+    """The weights from before training, in all files after the first step: one of several may be for comparison."""
+    later = [file for file in files if file["step"] and file["count"]]
+    moved = [[saved == first for first, now, saved in file["values"] if now != first] for file in later]
+    if moved and all(weights and all(weights) for weights in moved):
+        what = f"{later[0]['call']} wrote the weights from before training into {later[0]['path']}"
+        fix = "save the trained model: unwrap_model(model), with state_dict=accelerator.get_state_dict(model)"
+        yield mistake(what, fix, later[0]["line"])
 
 
 def _flaw(folder: Path, weights: int) -> str:

@@ -8,16 +8,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from accel_fsdp import command_line, exporter, untrusted_files
 from accel_fsdp.checkpoints import completeness, file_names
 from accel_fsdp.config import EXPERT_FIELD, SCRIPT, Engine, JobConfig
 from accel_fsdp.ranks import cpu
-from accel_fsdp.rehearsal import mistakes, reload, repeated, scaled, verdict
+from accel_fsdp.rehearsal import mistakes, repeated, scaled, verdict
 from accel_fsdp.rehearsal.blame import Failure, judge, of_outcome
 from accel_fsdp.rehearsal.job import Outcome, Rehearsed
 from accel_fsdp.rehearsal.prepare import Prepared
 from accel_fsdp.rehearsal.small_run import PLACES, SAVED, STEPS, SmallRun, readable, replaced
+
+if TYPE_CHECKING:
+    import torch
 
 EXACT = 1e-4
 """The relative tolerance of losses in float32: the order of sums differs."""
@@ -27,6 +31,8 @@ ROUNDED = 2e-2
 """The tolerance of both in 16 bits, after updates at a rehearsal's rate: each layer and norm rounds to 3 digits."""
 WRITTEN: Mapping[str, str] = {"max_steps": "2", "save_strategy": "no", "learning_rate": "1e-8"}
 """Arguments in the YAML's precision; at this rate weights hardly change, so the second loss has not collapsed."""
+TOKENS = 32
+"""The tokens of which exported models compute logits."""
 ALONE = "alone"
 """The run in one process."""
 
@@ -90,8 +96,9 @@ class SftRehearsal:
         steady = {"lora_dropout": "0"} if self.run.adapter else {}
         words = self._words("written", self.ranks, exact=False, **{**WRITTEN, **steady})
         outcome = self._launch("written", self.job, words)
-        if not outcome.losses or not all(map(math.isfinite, outcome.losses)):
-            raise Failure(f"losses {outcome.losses}", key="mixed_precision", fix="bf16, which has the range of float32")
+        losses = [event.content["value"] for event in outcome.of("loss")]
+        if not losses or not all(map(math.isfinite, losses)):
+            raise Failure(f"losses {losses}", key="mixed_precision", fix="bf16, which has the range of float32")
         return self._check_shards(outcome)
 
     def train_and_save(self) -> str:
@@ -140,7 +147,7 @@ class SftRehearsal:
         folders = [self._output(name) / file_names.FINAL for name in ("run", ALONE)]
         words = [str(self._output("killed")), str(out), "--model", str(self.small.model.folder), "--verify", "load"]
         words += ["--merge-adapter"] if self.run.adapter else []
-        difference, largest = self.launcher.call("export", reload.difference, words, *folders)
+        difference, largest = self.launcher.call("export", _difference, words, *folders)
         if difference > max(self.tolerance, EXACT_LOGITS) * max(largest, 1):
             raise Failure(f"logits differ by {difference:.2g} from those of one process, of up to {largest:.2g}")
         same = f"the logits of final/ are those of one process (apart by {difference:.1g} of {largest:.2g})"
@@ -186,6 +193,31 @@ def _parse(words: Sequence[str]) -> None:
     cpu.begin_rank()
     sys.argv = [SCRIPT, *words]
     arguments.parse()
+
+
+def _difference(words: Sequence[str], one: Path, other: Path) -> tuple[float, float]:
+    """Runs `accel-fsdp export WORDS`; returns the largest difference of the logits of both folders, and the largest.
+
+    Raises:
+        SystemExit: the export failed, which has printed why.
+    """
+    if code := exporter.run(command_line.parse("accel-fsdp export", exporter.ExportCommand, [*words])):
+        sys.exit(code)
+    first, second = _logits(str(one)), _logits(str(other))
+    return float((first - second).abs().max()), float(second.abs().max())
+
+
+def _logits(folder: str) -> "torch.Tensor":
+    import torch
+
+    from accel_fsdp.models import model_class, read_config
+
+    base = untrusted_files.read_json(Path(folder, file_names.ADAPTER_CONFIG)).get("base_model_name_or_path", folder)
+    model = model_class(read_config(base)).from_pretrained(folder, trust_remote_code=False).eval()
+    tokens = torch.arange(1, TOKENS + 1).remainder(model.config.get_text_config().vocab_size)[None]
+    with torch.inference_mode():
+        logits: torch.Tensor = model(tokens).logits
+    return logits.float()
 
 
 def _compare_losses(losses: Mapping[int, float], alone: Mapping[int, float], steps: range, tolerance: float) -> str:

@@ -20,7 +20,7 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
-from accel_fsdp.ranks import lines, read
+from accel_fsdp.ranks import read, script
 from accel_fsdp.ranks.drawn_rows import ObservedRows
 from accel_fsdp.rehearsal import absent, drawn_rows
 
@@ -213,12 +213,12 @@ def test_wrong_ways_to_share_rows(way: str, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_line_of_a_random_split_is_named(tmp_path: Path) -> None:
-    script = tmp_path / "mine.py"
-    script.write_text("order = shuffle(rows)\ntrain, rest = random_split(order, [40, 8])\nloader = DataLoader(train)\n")
-    assert lines.nearest(f"{script}:3", *drawn_rows.DRAWING) == f"{script}:2"
+    file = tmp_path / "mine.py"
+    file.write_text("order = shuffle(rows)\ntrain, rest = random_split(order, [40, 8])\nloader = DataLoader(train)\n")
+    assert script.nearest_line(f"{file}:3", *drawn_rows.DRAWING) == f"{file}:2"
     other = tmp_path / "other.py"
     other.write_text("loader = DataLoader(rows, shuffle=True)\n")
-    assert lines.nearest(f"{other}:1", *drawn_rows.DRAWING) == f"{other}:1"
+    assert script.nearest_line(f"{other}:1", *drawn_rows.DRAWING) == f"{other}:1"
 
 
 def test_names_of_a_rank_are_those_that_come_from_one() -> None:

@@ -15,7 +15,7 @@ from rehearsals import FSDP1, FSDP2, rehearsed, yaml_file
 
 from accel_fsdp.config import JobConfig, read_config
 from accel_fsdp.hardware import host
-from accel_fsdp.ranks import HeldUnit, Holding, RankEvent, observing, read, script
+from accel_fsdp.ranks import HeldUnit, Holding, RankEvent, hang, observing, read, script
 from accel_fsdp.ranks.steps import ObservedSteps
 from accel_fsdp.rehearsal import blame, job, mistakes, own_script, verdict
 from accel_fsdp.rehearsal.job import Outcome
@@ -252,6 +252,15 @@ def test_a_hang_is_sure_early_where_nothing_can_move(name: str) -> None:
     assert (job.hang_in(events, 2) is not None) == is_hang
 
 
+def test_ddp_waits_in_c() -> None:
+    assert hasattr(torch.nn.parallel.DistributedDataParallel, next(iter(hang.IN_C)))
+    weight = torch.ones(1, requires_grad=True)
+    weight.register_hook(lambda gradient: gradient + "which fails")
+    with pytest.raises(TypeError) as raised:
+        weight.sum().backward()
+    assert hang.collective_of_error(raised.value) == "backward"
+
+
 def test_a_loop_without_an_end_is_named_where_time_is_over() -> None:
     events = [ENDED, RankEvent(0, 9.0, "at", {"collective": "", "line": "mine.py:4", "stack": ""})]
     failure = blame.of_hang(replace(job.hang_of(events), in_time=False), events)
@@ -259,6 +268,15 @@ def test_a_loop_without_an_end_is_named_where_time_is_over() -> None:
     assert (failure.key, failure.line) == ("the script", "mine.py:4")
     slow = [RankEvent(rank, 9.0, "at", {"collective": "", "line": "mine.py:4", "stack": ""}) for rank in (0, 1)]
     assert blame.of_hang(replace(job.hang_of(slow), in_time=False), slow).key == "--timeout"
+
+
+def test_a_rank_that_gloo_aborts_is_named_also_where_the_other_one_ended_well() -> None:
+    call = {"group": "", "number": 0, "name": "", "call": "gather", "lines": ["mine.py:11"], "sizes": []}
+    outcome = Outcome(134, [ENDED, told(0, "aborted", calls=[call])], f"terminate called\n{blame.OTHER_SIZE}")
+    failure = blame.of_outcome(outcome)
+    assert failure.what == "gather gets tensors of different sizes: rank 0 is sent more than it waits for"
+    assert failure.line == "mine.py:11"
+    assert blame.of_outcome(replace(outcome, output="Segmentation fault")).what == "a rank ended with exit code 134"
 
 
 def test_the_end_of_a_long_output_begins_at_a_line() -> None:

@@ -14,7 +14,14 @@ from accel_fsdp.rehearsal import saved
 def save(path: str = "/model.pt", shards: int = 0, call: str = "torch.save", **more: Any) -> dict[str, Any]:
     """What a rank reports of a save in one file."""
     at = {"line": "", "step": 2, "barriers": 0, "machine": 0, "is_whole": True}
-    return {"call": call, "path": path, **at, "files": [{"path": path, "shards": shards, "count": 2}], **more}
+    file = {"path": path, "shards": shards, "count": 2, "values": [], "wrapped": "", "is_result": False}
+    return {
+        "call": call,
+        "path": path,
+        **at,
+        "files": [file | {key: more.pop(key) for key in file if key in more}],
+        **more,
+    }
 
 
 def reported(*of_ranks: dict[str, Any]) -> list[str]:
@@ -57,3 +64,50 @@ def test_a_trainer_that_saves_nothing(fsdp: dict[str, Any], weight: str, key: st
 
     assert keys(written | {"files": []}, written | {"files": []}) == ([key] if key else [])
     assert not keys(written, written | {"files": []})
+
+
+WRAPPED = {"wrapped": "_orig_mod.a.weight", "is_result": True}
+NAMED: dict[str, tuple[dict[str, Any], bool]] = {
+    "a plain model": ({}, False),
+    "a compiled model": (WRAPPED, True),
+    "a file that the script may read, or that has more than a model": (WRAPPED | {"is_result": False}, False),
+    "a folder, which a wrapped model never reads": (WRAPPED | {"is_result": False, "call": saved.FOLDERS[2]}, True),
+    "a state that Accelerate reads back": (WRAPPED | {"is_result": False, "call": saved.FOLDERS[0]}, False),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_names_of_a_wrapper_are_a_mistake(name: str) -> None:
+    values, is_mistake = NAMED[name]
+    assert [what.partition(", such as")[0].rpartition(" with ")[2] for what in reported(save(**values))] == (
+        ["names of a wrapper"] if is_mistake else []
+    )
+
+
+def test_a_file_beside_an_optimizers_may_have_a_wrappers_names() -> None:
+    files = [*save(**WRAPPED)["files"], *save("/optimizer.pt")["files"]]
+    assert not reported(save() | {"files": files})
+
+
+FIRST, MOVED, AVERAGED = (0.2, 1.0), (0.4, 1.1), (0.3, 1.05)
+VALUES: dict[str, tuple[dict[str, Any], bool]] = {
+    "the weights from before training": ({"values": [(FIRST, MOVED, FIRST), (FIRST, FIRST, FIRST)]}, True),
+    "the trained weights": ({"values": [(FIRST, MOVED, MOVED)]}, False),
+    "an average of both": ({"values": [(FIRST, MOVED, AVERAGED)]}, False),
+    "one weight of the trained ones": ({"values": [(FIRST, MOVED, FIRST), (FIRST, MOVED, MOVED)]}, False),
+    "weights that have not moved, as in warm-up": ({"values": [(FIRST, FIRST, FIRST)]}, False),
+    "before the first step": ({"values": [(FIRST, MOVED, FIRST)], "step": 0}, False),
+    "another model": ({}, False),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_from_before_training_are_a_mistake(name: str) -> None:
+    values, is_mistake = VALUES[name]
+    found = ["torch.save wrote the weights from before training into /model.pt"] if is_mistake else []
+    assert reported(save(**values)) == found
+
+
+def test_the_first_weights_may_be_saved_beside_the_trained_ones() -> None:
+    values = {"/first": [(FIRST, MOVED, FIRST)], "/trained": [(FIRST, MOVED, MOVED)]}
+    assert not reported(*(save(path, values=of_file) for path, of_file in values.items()))
