@@ -20,6 +20,7 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
+from accel_fsdp.job import from_run
 from accel_fsdp.ranks import read, script
 from accel_fsdp.ranks.drawn_rows import ObservedRows
 from accel_fsdp.rehearsal import absent, drawn_rows
@@ -187,6 +188,7 @@ def judged(folder: Path, monkeypatch: pytest.MonkeyPatch, epochs: Callable[[int]
     """What is said of two ranks, which run one after the other here."""
     monkeypatch.setenv("ACCEL_FSDP_EVENTS", str(folder))
     monkeypatch.setenv("WORLD_SIZE", str(RANKS))
+    monkeypatch.setattr(from_run, "ranks_may_share_rows", lambda: False)  # torch keeps meshes of other tests
     for rank in range(RANKS):
         with monkeypatch.context() as patched:
             patched.setenv("RANK", str(rank))
