@@ -3,15 +3,16 @@ Each part is repeated from the ranks' own state before it, so that differences d
 with the ranks' weights, the optimizers' steps with the ranks' gradients.
 """
 
+import contextlib
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from accel_fsdp.config import LONG_DTYPES
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.ranks import cpu, events, loss_shares, parts, precision, script
-from accel_fsdp.ranks.alone import Tensors, Unrepeatable, alone, stepped
 from accel_fsdp.ranks.copies import restore_buffers
 from accel_fsdp.ranks.holding import user_name
 from accel_fsdp.ranks.outputs import tensors_in
@@ -34,6 +35,13 @@ ROUNDED_OUTPUTS = 0.1
 """How far apart the outputs of a forward pass may be in 16 bits; more comes from unrecorded state."""
 FLOOR = 1e-2
 """Gradients that are smaller than this part of the largest one are compared with that part of it: they may be noise."""
+
+
+Tensors: TypeAlias = "dict[str, torch.Tensor]"
+
+
+class Unrepeatable(Exception):
+    """Why an update can't be repeated, as a sentence."""
 
 
 def compare(recorder: Recorder) -> None:
@@ -189,7 +197,7 @@ class _Repeated:
             weight.grad = None
         state = torch.get_rng_state()
         try:
-            with alone():
+            with _alone():
                 for update in self.with_rows:
                     for forward in update["forwards"]:
                         self._repeat(forward)
@@ -303,7 +311,7 @@ class _Repeated:
                 return f"{kind.__name__} is not an optimizer of torch or transformers"
             states = [update["steps"][index]["states"] for update in self.updates]
             try:
-                changed = stepped(kind, optimizer.defaults, step, states, before, used)
+                changed = _stepped(kind, optimizer.defaults, step, states, before, used)
             except Exception as error:  # an optimizer's own code may raise any error
                 return f"{kind.__name__}: {type(error).__name__}: {error}"
             for name, weight in changed.items():
@@ -317,3 +325,52 @@ class _Repeated:
 
 def _finite(tensor: "torch.Tensor | None") -> bool:
     return tensor is None or bool(tensor.isfinite().all())
+
+
+def _alone() -> contextlib.AbstractContextManager[Any]:
+    """Raises `Unrepeatable` where code communicates with other ranks, which have ended their scripts."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class RefusedCommunication(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+                raise Unrepeatable("the model's forward communicates with other ranks")
+            return func(*args, **(kwargs or {}))
+
+    return RefusedCommunication()  # type: ignore[no-untyped-call]
+
+
+def _stepped(
+    kind: type[Any],
+    defaults: Mapping[str, Any],
+    step: Mapping[str, Any],
+    states: Sequence[Mapping[str, Any]],
+    before: Tensors,
+    used: Tensors,
+) -> Tensors:
+    """The weights after one step of a new optimizer with the recorded settings, states and gradients."""
+    import torch
+
+    weights = {name: torch.nn.Parameter(before[name].clone()) for names in step["names"] for name in names}
+    accepted = inspect.signature(kind).parameters
+    groups = [{"params": [weights[name] for name in names]} for names in step["names"]]
+    optimizer = kind(groups, **{key: value for key, value in defaults.items() if key in accepted})
+    for group, settings in zip(optimizer.param_groups, step["settings"], strict=True):
+        group.update({key: value for key, value in settings.items() if value is not None})
+    for name, weight in weights.items():
+        weight.grad = used[name].to(weight.dtype) if name in used else None
+        if state := _whole_state(weight, [rank_states.get(name, {}) for rank_states in states]):
+            optimizer.state[weight] = state
+    optimizer.step()
+    return {name: weight.detach() for name, weight in weights.items()}
+
+
+def _whole_state(weight: "torch.Tensor", of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for key in dict.fromkeys(key for rank_state in of_ranks for key in rank_state):
+        values = [rank_state[key] for rank_state in of_ranks if key in rank_state]
+        if isinstance(values[0], list):
+            state[key] = parts.whole(weight.shape, key, [{key: value} for value in values])
+        else:
+            state[key] = values[0]
+    return state

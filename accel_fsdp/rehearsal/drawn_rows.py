@@ -91,10 +91,8 @@ def _shared(of_ranks: OfRanks) -> Iterator[Failure]:
             )
             are_apart = same_data is False or first_places.isdisjoint(other_places)
             line = other_record["line"]
-            fix = (
-                SEEDED if record["sharders"] else f"accelerator.prepare(dataloader), or a DistributedSampler; {SEEDED}"
-            )
-            yield mistake(what, fix, script.nearest_line(line, *DRAWING) if are_apart else line)
+            prepare = "" if record["sharders"] else "accelerator.prepare(dataloader), or a DistributedSampler; "
+            yield mistake(what, prepare + SEEDED, script.nearest_line(line, *DRAWING) if are_apart else line)
             return
 
 
@@ -120,12 +118,8 @@ def _not_shuffled(last_of_ranks: OfRanks, of_ranks: OfRanks) -> Iterator[Failure
         last = last_of_ranks.get(rank, now)
         count = min(len(last["rows"]), len(now["rows"]))
         order = _places(now)[:count]
-        is_known = last is not now and now["sampler_epoch"] is not None and count >= FEWEST
-        if (
-            is_known
-            and last["sampler_epoch"] == now["sampler_epoch"]
-            and order == _places(last)[:count] != sorted(order)
-        ):
+        is_known = last is not now and last["sampler_epoch"] == now["sampler_epoch"] is not None and count >= FEWEST
+        if is_known and order == _places(last)[:count] != sorted(order):
             what = f"epoch {now['epoch']} has the rows of epoch {last['epoch']} in the same order"
             fix = "sampler.set_epoch(epoch) at the start of each epoch: it shuffles by that number"
             yield mistake(f"{what}, {count} on rank {rank}", fix, now["loop"])

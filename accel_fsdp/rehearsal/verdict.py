@@ -41,9 +41,8 @@ def _rank_differences(job: Job, rank: int, holding: Holding) -> Iterator[Differe
         yield Difference(f"rank {rank} trains {holding.model} alone, as one process", "", WRAPPED)
         return
     if job.layout.tensor > 1 and not any(unit.is_split for unit in holding.units):
-        yield Difference(
-            f"rank {rank} holds whole layers: tensor parallelism splits none", "parallelism_config_tp_size"
-        )
+        what = f"rank {rank} holds whole layers: tensor parallelism splits none"
+        yield Difference(what, "parallelism_config_tp_size")
     if not job.layout.is_sharded:
         return
     if not holding.units:
