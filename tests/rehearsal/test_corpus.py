@@ -17,7 +17,7 @@ CORPUS = (
     *("issue_sampler_and_prepare", "issue_barrier_on_one_rank", "own_reduced_again"),
     *("own_no_wrapper", "unseen_broadcast_of_uneven_shards", "own_shards_in_safetensors", "issue_divided_twice"),
     *("own_cleared_per_micro_batch", "unseen_schedule_too_long", "issue_names_of_the_wrapper"),
-    *("unseen_unfreezing_later", "unseen_trainer_loader", "own_eval_left_on", "own_untrained_copy_saved"),
+    *("unseen_unfreezing_later", "unseen_trainer_loader", "own_eval_left_on"),
 )
 RIGHT = ("right_two_models", "right_joined", "right_steps_in_backward", "right_codebook", "right_heads_in_turn")
 

@@ -1,13 +1,17 @@
 """What a script saved is judged by what the ranks reported of it; what can't be judged passes."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rehearsals import FSDP1, FSDP2
 
 from accel_fsdp.config import JobConfig
-from accel_fsdp.ranks import RankEvent
+from accel_fsdp.ranks import RankEvent, script
+from accel_fsdp.ranks.saves import ObservedSaves
+from accel_fsdp.ranks.steps import ObservedSteps
 from accel_fsdp.rehearsal import saved
 
 
@@ -111,3 +115,22 @@ def test_values_from_before_training_are_a_mistake(name: str) -> None:
 def test_the_first_weights_may_be_saved_beside_the_trained_ones() -> None:
     values = {"/first": [(FIRST, MOVED, FIRST)], "/trained": [(FIRST, MOVED, MOVED)]}
     assert not reported(*(save(path, values=of_file) for path, of_file in values.items()))
+
+
+def test_what_a_rank_reports_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCEL_FSDP_EVENTS", str(tmp_path))
+    monkeypatch.setattr(script, "_started", script.Project(str(tmp_path), str(tmp_path), is_relative=False))
+    model, observed = torch.nn.Linear(2, 2), ObservedSteps()
+    first, optimizer = copy.deepcopy(model.state_dict()), torch.optim.SGD(model.parameters(), lr=0.1)
+    observed.sees_weights = True
+    model(torch.ones(2)).sum().backward()
+    observed.begin([model], optimizer)
+    optimizer.step()
+    states = (first, model.state_dict(), {f"module.{name}": value for name, value in model.state_dict().items()})
+    old, trained, wrapped = (ObservedSaves(observed)._content(state, by_dcp=False) for state in states)
+    assert all(of_file == began != now for began, now, of_file in old["values"])
+    assert all(began != now == of_file for began, now, of_file in trained["values"])
+    assert [len(content["values"]) for content in (old, trained, wrapped)] == [2, 2, 2]
+    assert (trained["wrapped"], wrapped["wrapped"], wrapped["is_result"]) == ("", "module.weight", True)
+    both = ObservedSaves(observed)._content({"model": states[2], "optimizer": optimizer.state_dict()}, by_dcp=False)
+    assert (both["wrapped"], both["is_result"]) == ("module.weight", False)
