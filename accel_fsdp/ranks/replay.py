@@ -253,9 +253,8 @@ class _Repeated:
         worst, worst_name = 0.0, ""
         for name, gradient in plain.items():
             on_ranks = reduced.get(name)
-            deviation = norm(gradient - (on_ranks.float() if on_ranks is not None else 0)) / max(
-                norm(gradient), FLOOR * largest
-            )
+            scale = max(norm(gradient), FLOOR * largest) or 1.0  # if all are 0
+            deviation = norm(gradient - (on_ranks.float() if on_ranks is not None else 0)) / scale
             if deviation > worst or math.isnan(deviation):
                 worst, worst_name = deviation, name
         if not worst <= tolerance:
