@@ -2,8 +2,8 @@
 
 import json
 import re
-import signal
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
