@@ -71,50 +71,36 @@ def test_a_trainer_that_saves_nothing(fsdp: dict[str, Any], weight: str, key: st
 
 
 WRAPPED = {"wrapped": "_orig_mod.a.weight", "is_result": True}
-NAMED: dict[str, tuple[dict[str, Any], bool]] = {
-    "a plain model": ({}, False),
-    "a compiled model": (WRAPPED, True),
-    "a file that the script may read, or that has more than a model": (WRAPPED | {"is_result": False}, False),
-    "a folder, which a wrapped model never reads": (WRAPPED | {"is_result": False, "call": saved.FOLDERS[2]}, True),
-    "a state that Accelerate reads back": (WRAPPED | {"is_result": False, "call": saved.FOLDERS[0]}, False),
+FIRST, MOVED, AVERAGED = (0.2, 1.0), (0.4, 1.1), (0.3, 1.05)
+OLD, TRAINED = (FIRST, MOVED, FIRST), (FIRST, MOVED, MOVED)
+CONTENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "a plain model": ({}, ""),
+    "a compiled model": (WRAPPED, "names of a wrapper"),
+    "a file that the script may read, or that has more than a model": (WRAPPED | {"is_result": False}, ""),
+    "a folder, which a wrapped model never reads": (WRAPPED | {"call": saved.FOLDERS[2]}, "names of a wrapper"),
+    "a state that Accelerate reads back": (WRAPPED | {"is_result": False, "call": saved.FOLDERS[0]}, ""),
+    "the weights from before training": ({"values": [OLD, (FIRST, FIRST, FIRST)]}, "from before training"),
+    "the trained weights": ({"values": [TRAINED]}, ""),
+    "an average of both": ({"values": [(FIRST, MOVED, AVERAGED)]}, ""),
+    "one weight of the trained ones": ({"values": [OLD, TRAINED]}, ""),
+    "weights that have not moved, as in warm-up": ({"values": [(FIRST, FIRST, FIRST)]}, ""),
+    "weights before the first step": ({"values": [OLD], "step": 0}, ""),
 }
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_names_of_a_wrapper_are_a_mistake(name: str) -> None:
-    values, is_mistake = NAMED[name]
-    assert [what.partition(", such as")[0].rpartition(" with ")[2] for what in reported(save(**values))] == (
-        ["names of a wrapper"] if is_mistake else []
-    )
+@pytest.mark.parametrize("name", CONTENTS)
+def test_names_of_a_wrapper_and_values_from_before_training_are_mistakes(name: str) -> None:
+    values, says = CONTENTS[name]
+    found = reported(save(**values))
+    assert len(found) == bool(says)
+    assert all(says in what for what in found)
 
 
-def test_a_file_beside_an_optimizers_may_have_a_wrappers_names() -> None:
+def test_what_is_saved_beside_a_file_decides() -> None:
+    """The optimizer's states, or the trained weights, with which the first ones are compared."""
     files = [*save(**WRAPPED)["files"], *save("/optimizer.pt")["files"]]
     assert not reported(save() | {"files": files})
-
-
-FIRST, MOVED, AVERAGED = (0.2, 1.0), (0.4, 1.1), (0.3, 1.05)
-VALUES: dict[str, tuple[dict[str, Any], bool]] = {
-    "the weights from before training": ({"values": [(FIRST, MOVED, FIRST), (FIRST, FIRST, FIRST)]}, True),
-    "the trained weights": ({"values": [(FIRST, MOVED, MOVED)]}, False),
-    "an average of both": ({"values": [(FIRST, MOVED, AVERAGED)]}, False),
-    "one weight of the trained ones": ({"values": [(FIRST, MOVED, FIRST), (FIRST, MOVED, MOVED)]}, False),
-    "weights that have not moved, as in warm-up": ({"values": [(FIRST, FIRST, FIRST)]}, False),
-    "before the first step": ({"values": [(FIRST, MOVED, FIRST)], "step": 0}, False),
-    "another model": ({}, False),
-}
-
-
-@pytest.mark.parametrize("name", VALUES)
-def test_values_from_before_training_are_a_mistake(name: str) -> None:
-    values, is_mistake = VALUES[name]
-    found = ["torch.save wrote the weights from before training into /model.pt"] if is_mistake else []
-    assert reported(save(**values)) == found
-
-
-def test_the_first_weights_may_be_saved_beside_the_trained_ones() -> None:
-    values = {"/first": [(FIRST, MOVED, FIRST)], "/trained": [(FIRST, MOVED, MOVED)]}
-    assert not reported(*(save(path, values=of_file) for path, of_file in values.items()))
+    assert not reported(save("/first", values=[OLD]), save("/trained", values=[TRAINED]))
 
 
 def test_what_a_rank_reports_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,10 +44,7 @@ CASES = {
         {"LlamaDecoderLayer"},
         {"num_hidden_layers": 2, "head_dim": 16, "num_key_value_heads": 2, "rope_parameters": rope("llama-3.2-1b")},
     ),
-    "qwen3-8b": Case(
-        {"Qwen3DecoderLayer"},
-        {"layer_types": ["full_attention"] * 2, "max_window_layers": 2},
-    ),
+    "qwen3-8b": Case({"Qwen3DecoderLayer"}, {"layer_types": ["full_attention"] * 2, "max_window_layers": 2}),
     "gemma-3-1b": Case(
         {"Gemma3DecoderLayer"},
         {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16, "num_key_value_heads": 1},
@@ -63,18 +60,9 @@ CASES = {
         image=(1, 3, 896, 896),
         image_tokens=256,
     ),
-    "phi-3-mini-128k": Case(
-        {"Phi3DecoderLayer"},
-        {"sliding_window": 16, "auto_map": None},
-    ),
-    "gpt2": Case(
-        {"GPT2Block"},
-        {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_positions": 1024},
-    ),
-    "qwen3-30b-a3b": Case(
-        {"Qwen3MoeDecoderLayer"},
-        {"num_experts": 8, "num_experts_per_tok": 2},
-    ),
+    "phi-3-mini-128k": Case({"Phi3DecoderLayer"}, {"sliding_window": 16, "auto_map": None}),
+    "gpt2": Case({"GPT2Block"}, {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_positions": 1024}),
+    "qwen3-30b-a3b": Case({"Qwen3MoeDecoderLayer"}, {"num_experts": 8, "num_experts_per_tok": 2}),
     "gpt-oss-20b": Case(
         {"GptOssDecoderLayer"},
         {"layer_types": ["sliding_attention", "full_attention"], "num_local_experts": 8, "quantization_config": None},
@@ -103,20 +91,14 @@ CASES = {
         image=(16, 1176),
         image_tokens=4,
     ),
-    "bert-classifier": Case(
-        {"BertLayer"},
-        {"hidden_size": 64, "id2label": {0: "no", 1: "maybe", 2: "yes"}},
-    ),
+    "bert-classifier": Case({"BertLayer"}, {"hidden_size": 64, "id2label": {0: "no", 1: "maybe", 2: "yes"}}),
     "bert-masked": Case({"BertLayer"}),  # the head shares the weight of the embeddings
     "bert-decoder": Case({"BertLayer"}),  # the head shares the weight of the embeddings
     "qwen3-next-80b": Case(
         {"Qwen3NextDecoderLayer"},
         {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4},
     ),
-    "falcon-7b": Case(
-        {"FalconDecoderLayer"},
-        {"num_attention_heads": 8, "hidden_size": 128, "multi_query": True},
-    ),
+    "falcon-7b": Case({"FalconDecoderLayer"}, {"num_attention_heads": 8, "hidden_size": 128, "multi_query": True}),
     "dbrx": Case(
         {"DbrxBlock"},
         {"n_heads": 12, "attn_config.kv_n_heads": 2, "ffn_config.moe_num_experts": 8, "ffn_config.moe_top_k": 2},
@@ -125,10 +107,7 @@ CASES = {
         {"Gemma4TextDecoderLayer"},
         {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 16},  # two share keys and values
     ),
-    "t5-base": Case(
-        {"T5Block"},
-        {"num_layers": 2, "num_decoder_layers": 2, "d_kv": 16},
-    ),
+    "t5-base": Case({"T5Block"}, {"num_layers": 2, "num_decoder_layers": 2, "d_kv": 16}),
 }
 
 
