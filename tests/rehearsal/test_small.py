@@ -78,19 +78,25 @@ LISTED = {
 }
 
 
-def test_a_script_with_trainer_and_peft(hub: str, tmp_path: Path) -> None:
-    (script := tmp_path / "train.py").write_text(WITH_TRAINER)
-    (events := tmp_path / "events").mkdir()
-    (earlier := tmp_path / "out" / "checkpoint-4").mkdir(parents=True)
-    variables = {"HF_HOME": hub, "ACCEL_FSDP_EVENTS": str(events), "ACCEL_FSDP_SMALL": str(tmp_path / "small")}
-    words = [sys.executable, "-m", "accel_fsdp.ranks", script, NAME, tmp_path / "out", CHAT_DATA / "train.jsonl"]
-    done = run(words, CUDA_VISIBLE_DEVICES="", **variables)
+def ran(text: str, hub: str, folder: Path, *words: Path) -> list[ranks.RankEvent]:
+    """What a rank of this script reports."""
+    (script := folder / "train.py").write_text(text)
+    (events := folder / "events").mkdir()
+    variables = {"HF_HOME": hub, "ACCEL_FSDP_EVENTS": str(events), "ACCEL_FSDP_SMALL": str(folder / "small")}
+    command = [sys.executable, "-m", "accel_fsdp.ranks", script, NAME, *words]
+    done = run(command, CUDA_VISIBLE_DEVICES="", **variables)
     assert done.code == 0, done.output
+    return ranks.read(events)
+
+
+def test_a_script_with_trainer_and_peft(hub: str, tmp_path: Path) -> None:
+    (earlier := tmp_path / "out" / "checkpoint-4").mkdir(parents=True)
+    events = ran(WITH_TRAINER, hub, tmp_path, tmp_path / "out", CHAT_DATA / "train.jsonl")
     assert [*earlier.parent.rglob("*")] == [earlier]  # the real run's
-    lines = {e.content["what"]: e.content["line"] for e in ranks.read(events) if e.kind == "made-small"}
+    lines = {e.content["what"]: e.content["line"] for e in events if e.kind == "made-small"}
     assert f"output_dir {tmp_path}/out -> a folder that is removed" in lines
     small = f"{tmp_path}/small/"
-    assert not any(e.content["path"].startswith(small) for e in ranks.read(events) if e.kind == "saved")
+    assert not any(e.content["path"].startswith(small) for e in events if e.kind == "saved")
     text = WITH_TRAINER.splitlines()
     assert {what: lines.get(what, "") for what in LISTED if not line_of(text, lines, what)} == {}
 
@@ -112,12 +118,8 @@ assert model.model.config is model.config
 
 
 def test_the_parts_of_a_small_model_are_left_as_they_are(hub: str, tmp_path: Path) -> None:
-    (script := tmp_path / "train.py").write_text(NESTED)
-    (events := tmp_path / "events").mkdir()
-    variables = {"HF_HOME": hub, "ACCEL_FSDP_EVENTS": str(events), "ACCEL_FSDP_SMALL": str(tmp_path / "small")}
-    done = run([sys.executable, "-m", "accel_fsdp.ranks", script, NAME], CUDA_VISIBLE_DEVICES="", **variables)
-    assert done.code == 0, done.output
-    (change,) = [event.content["what"] for event in ranks.read(events) if "weights" in event.content.get("what", "")]
+    events = ran(NESTED, hub, tmp_path)
+    (change,) = [event.content["what"] for event in events if "weights" in event.content.get("what", "")]
     assert change.startswith(NAME)
 
 

@@ -1,9 +1,7 @@
 """What a script asks of GPUs is taken for the CPU in a rehearsal, and named; what can't be is named with a fix."""
 
-import os
 import re
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -113,35 +111,3 @@ def test_what_is_not_taken_for_the_cpu_is_named() -> None:
             call()
         assert blame.WITHOUT_GPU.search(f"{type(raised.value).__name__}: {raised.value}")
     assert not blame.WITHOUT_GPU.search("ValueError: 3")
-
-
-FORKING = """
-import os
-import sys
-from pathlib import Path
-from accel_fsdp.rehearsal import warm
-
-folder = Path(sys.argv[1])
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
-warm.start_server(folder)
-log = folder / "log"
-process = warm.start("script", [], os.environ, log)
-process.join()
-print(log.read_text())
-sys.exit(process.exitcode)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU")
-def test_a_forked_rank_is_refused_a_gpu_as_a_process_of_its_own_is() -> None:
-    with pytest.raises((AttributeError, RuntimeError)) as raised:
-        torch.cuda.set_device(0)
-    with tempfile.TemporaryDirectory() as folder:  # the name of a socket has at most 107 letters
-        script = "import torch\nprint(torch.cuda.is_available())\ntorch.cuda.set_device(0)\n"
-        Path(folder, "script.py").write_text(script)
-        done = run([sys.executable, "-c", FORKING, folder], PYTHONPATH=f"{ROOT}{os.pathsep}{folder}")
-    assert done.code == 1
-    assert "False\n" in done.output
-    assert str(raised.value) in done.output
-    assert blame.WITHOUT_GPU.search(str(raised.value))
