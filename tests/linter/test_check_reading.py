@@ -123,6 +123,13 @@ def test_a_flag_without_a_value_does_not_take_the_script(flag: str, file: Path) 
     assert "AF409" not in checked(file, f"accelerate launch --config_file {file} my_train.py {flag}")
 
 
+def test_a_launch_lines_own_flags_have_an_effect(file: Path) -> None:
+    line = f"accelerate launch --config_file {file} --rdzv_backend c10d my_train.py --bf16"
+    assert "AF107" not in checked(file, line)
+    file.write_text(V2 + "rdzv_backend: c10d\n")
+    assert checked(file, "my_train.py --bf16")["AF107"] == "note"
+
+
 def test_torchrun_with_our_script_that_reads_the_file(file: Path) -> None:
     line = f"torchrun --nproc_per_node 2 train/sft.py --accelerate_config {file} --max_steps 3"
     assert checked(file, line) == {}

@@ -123,7 +123,7 @@ def _not_a_mapping(subject: Subject) -> Each:
 def _without_effect(subject: Subject) -> Each:
     """Unless they have the launcher's defaults, as in every file of `accelerate config`."""
     for path, field, value in written(subject):
-        if field.engines or field.kind is Kind.SECTION:
+        if field.engines or field.kind is Kind.SECTION or field.key in subject.launcher:  # where it has one
             continue
         text = str(value).lower() if isinstance(value, bool) else value
         if field.section or (value is not None and str(value).lower() not in USUAL.get(field.key, ())):
