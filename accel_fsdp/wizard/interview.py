@@ -66,7 +66,7 @@ class Interview:
                 if name in self.flags or name == "model":
                     raise
                 del self.given[name]
-                warn(f"note: {joined(error.what, error.why)}; going on without it: {error.fix}")
+                warn(f"note: {joined(error.what, error.why)}; going on with the default")
         return judged(question, settle(question, context, question.default(context)[0]))
 
     def _with_model(self, context: Context) -> Context:

@@ -81,7 +81,7 @@ def test_a_size_of_a_preset_that_does_not_fit_is_named_with_those_that_do(tmp_pa
     flags = ("--preset", "fsdp2_moe_ep", "--yes", "--gpus", "2x3xH100-80GB")
     output = " ".join(config(tmp_path, *flags)[1].split())
     assert "ep 8" in output
-    assert "going on without it" in output
+    assert "going on with the default" in output
 
 
 def test_experts_that_stay_in_16_bits_are_named() -> None:
