@@ -56,10 +56,10 @@ def _line(schedule: Content, steps: int) -> str:
 def _filled(records: Records, rank: int) -> float:
     """How many times as many batches the ranks take in an epoch as it has: 4/3 if two ranks share three.
 
-    Batches that a rank doesn't share are its own, so that none was filled up.
+    Batches that a rank doesn't share are its own, so that none was filled up; an epoch of one batch may be either.
     """
     of_all, of_rank = records.ends[rank]["batches"]
-    return of_rank * len(records.ends) / of_all if of_rank < of_all else 1.0
+    return of_rank * len(records.ends) / of_all if of_rank < of_all or of_all == 1 else 1.0
 
 
 def _rates(step: Content) -> list[float]:

@@ -92,6 +92,7 @@ def test_a_schedule_may_rise(name: str, tmp_path: Path, monkeypatch: pytest.Monk
         ([3, 2], 9, 12, 6, False),  # three epochs, each filled up for both ranks
         ([4, 2], 12, 18, 6, True),
         ([4, 4], 12, 18, 6, True),  # rows that the ranks don't share
+        ([1, 1], 3, 6, 3, False),  # epochs of one batch, which is filled up for the other rank
     ],
 )
 def test_a_schedule_for_the_batches_of_all_ranks(
