@@ -149,7 +149,7 @@ class ObservedSaves:
         states = self._states_of({id(place.parameter) for place in parted} if sharded or elsewhere else set())
         shards = [
             _is_shard(tensor, sharded.get(user_name(name)), states, by_dcp)
-            or (user_name(name) in elsewhere and not tensor.numel())
+            or (user_name(name) in elsewhere and _is_plain(tensor) and not tensor.numel())
             for name, tensor in tensors
         ]
         began = self.records.began if self.records.wrapped == 1 else {}  # several models may have the same names

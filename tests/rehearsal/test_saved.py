@@ -120,3 +120,16 @@ def test_what_a_rank_reports_of_a_file(tmp_path: Path, monkeypatch: pytest.Monke
     assert (trained["wrapped"], wrapped["wrapped"], wrapped["is_result"]) == ("", "module.weight", True)
     both = ObservedSaves(observed)._content({"model": states[2], "optimizer": optimizer.state_dict()}, by_dcp=False)
     assert (both["wrapped"], both["is_result"]) == ("module.weight", False)
+
+
+def test_what_fsdp1_gives_to_dcp_is_no_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's ShardedTensor, which refuses to be asked for its size; here its weight is on other ranks."""
+
+    class ShardedTensor:
+        def numel(self) -> int:
+            raise RuntimeError("torch function 'numel' not supported for ShardedTensor!")
+
+    observed = ObservedSaves(ObservedSteps())
+    monkeypatch.setattr(observed, "_modules", lambda: [torch.nn.Linear(2, 2)])
+    content = observed._content({"model": {"weight": ShardedTensor()}}, by_dcp=True)
+    assert (content["shards"], content["count"]) == (0, 1)
